@@ -1,0 +1,333 @@
+"""The configuration tree: pydantic models, YAML in and out, ``key.sub=value`` overrides.
+
+Every key has a default, so a file names only what differs. Unknown keys and values are refused with the
+nearest valid name.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from gar.errors import UserError, nearest
+from gar.methods import Baseline, Method, from_config
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BackboneConfig(Section):
+    """The pretrained model under the experts."""
+
+    name: str = Field("minilm", description="hub id, local directory, or 'minilm' (the packaged MiniLM-L6)")
+    revision: str | None = Field(None, description="hub revision")
+    trainable: bool = Field(False, description="train the backbone too")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="dtype of its weights")
+    pooling: Literal["mean", "first", "last"] = Field("mean", description="over non-padding tokens")
+    max_length: int = Field(128, ge=8, description="tokens; longer inputs are truncated, longest segment first")
+    gradient_checkpointing: bool = Field(False, description="trade time for memory in a trainable backbone")
+    random_weights: bool = Field(False, description="fresh weights from the config (benchmarks, smoke runs)")
+
+
+class ExpertsConfig(Section):
+    """Where the experts sit and how units are routed to them."""
+
+    site: Literal["lora_ffn", "full_ffn", "lora_head"] = "lora_ffn"
+    count: int = Field(8, ge=1, description="E")
+    top_k: int = Field(4, ge=1, description="experts per unit; 1 means the straight-through gate")
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(16.0, gt=0, description="LoRA scale is alpha / rank")
+    dropout: float = Field(0.1, ge=0, lt=1, description="on the expert input")
+    dropout_mask: Literal["shared", "per_expert"] = "shared"
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.count:
+            raise ValueError(f"experts.top_k is {self.top_k} but experts.count is {self.count}; expected top_k <= count")
+        return self
+
+
+class TaskConfig(Section):
+    """A task of the user's own: local files or a hub data set."""
+
+    name: str = Field(min_length=1)
+    train: str | None = Field(None, description="file: .csv .tsv .jsonl .parquet, each also .gz")
+    validation: str | None = None
+    text: str | tuple[str, str] = Field("text", description="text column, or [a, b] for pairs")
+    label: str = Field("label", description="label column")
+    labels: tuple[str, ...] | None = Field(None, description="declared label names, in index order")
+    hub: str | None = Field(None, description="hub data set id instead of files")
+    hub_config: str | None = None
+    train_split: str = "train"
+    validation_split: str = "validation"
+    drop_empty: bool = Field(False, description="drop rows with an empty text or label instead of refusing them")
+
+
+class MixtureConfig(Section):
+    name: str | None = Field(None, description="a named mixture (five, six, …); tasks then come from it")
+    batch_size: int = Field(32, ge=1, description="examples per task and update")
+    group_size: int = Field(8, ge=1, description="examples per group")
+    tasks: tuple[str | TaskConfig, ...] = Field((), description="registered names or tasks of your own")
+    max_train_examples: int | None = Field(None, ge=1, description="first N of a fixed shuffle, per task")
+    max_validation_examples: int | None = Field(None, ge=1)
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    clip: float = Field(1.0, gt=0, description="global gradient norm")
+    updates: int = Field(2000, ge=1)
+    epochs: float | None = Field(None, gt=0, description="of the largest task; replaces updates")
+    warmup: float = Field(0.1, ge=0, le=1, description="share of the updates with rising rate")
+
+
+class EvaluationConfig(Section):
+    every: int = Field(0, ge=0, description="updates between evaluations during training; 0: only at the end")
+    batch_tokens: int = Field(16384, ge=1, description="padded tokens per forward pass")
+    probe_examples: int = Field(
+        256, ge=1, description="per task, for the gradient probe; checked between whole loader batches"
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="updates between checkpoints; 0: only when interrupted")
+    keep: int = Field(2, ge=1)
+
+
+class CacheConfig(Section):
+    """The frozen-prefix feature cache."""
+
+    enabled: bool = True
+    directory: str | None = Field(None, description="default: $GAR_CACHE or ~/.cache/gar")
+    dtype: Literal["float32", "float16"] = "float32"
+
+
+class Config(Section):
+    """One run, fully described."""
+
+    backbone: BackboneConfig = BackboneConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    method: SerializeAsAny[Method] = Baseline()
+    mixture: MixtureConfig = MixtureConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cache: CacheConfig = CacheConfig()
+    observation: Literal["one_pass", "per_group"] = "one_pass"
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the computation")
+    max_tokens_per_pass: int | None = Field(None, ge=1, description="split an update over passes of whole groups")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, …")
+    data_dir: str | None = Field(None, description="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub")
+    tracking: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
+    preset: str | None = Field(None, description="the paper preset this configuration came from, if any")
+    seed: int = Field(0, ge=0)
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method(cls, value: Any) -> Any:
+        return value if isinstance(value, Method) else from_config(value)
+
+    @field_serializer("method")
+    def _method_out(self, method: Method) -> dict[str, Any]:
+        return method.to_config()
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _named_mixture(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        problem = self.method.check(self.experts.site, self.experts.count, self.mixture.batch_size, self.mixture.group_size)
+        if problem:
+            raise ValueError(f"method.name is {self.method.name}: {problem}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain tree that YAML and JSON can hold and :func:`build` takes back unchanged."""
+        return self.model_dump(mode="json")
+
+    def override(self, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
+        """A copy with ``key.sub=value`` strings (or a dotted mapping) applied and checked."""
+        if not isinstance(overrides, Mapping):
+            overrides = parse_overrides(overrides)
+        tree = self.to_dict()
+        for dotted, value in overrides.items():
+            set_key(tree, dotted, value)
+        return build(tree)
+
+
+def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set ``tree[a][b] = value`` for ``"a.b"``. Naming another method drops the old one's coefficients."""
+    if dotted == "mixture" and isinstance(value, str):
+        value = {**(tree.get("mixture") or {}), "name": value, "tasks": []}
+    if dotted == "method" and isinstance(value, str):
+        dotted = "method.name"
+    if dotted == "method.name" and (tree.get("method") or {}).get("name") != value:
+        tree["method"] = {}
+    *parents, last = dotted.split(".")
+    node = tree
+    for i, key in enumerate(parents):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise UserError(f"{dotted}: {'.'.join(parents[: i + 1])} is a value, not a section")
+        node = child
+    node[last] = value
+
+
+def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
+    """``["optimizer.updates=10"]`` to ``{"optimizer.updates": 10}``; values are read as YAML."""
+    parsed: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override {item!r}: expected key.sub=value, e.g. optimizer.updates=500")
+        try:
+            parsed[key.strip()] = _number(yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise UserError(f"override {item!r}: the value is not readable as YAML") from None
+    return parsed
+
+
+def load_tree(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping; relative data paths inside it become relative to the file."""
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a directory, expected a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected a mapping of configuration keys, found {type(tree).__name__}")
+    return _anchor_paths(_number(tree), path.resolve().parent)
+
+
+def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """The configuration in a YAML file, with overrides."""
+    tree = load_tree(path)
+    if not isinstance(overrides, Mapping):
+        overrides = parse_overrides(overrides)
+    for dotted, value in overrides.items():
+        set_key(tree, dotted, value)
+    return build(tree, str(path))
+
+
+def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
+    """Validate a plain tree; the first problem becomes one :class:`~gar.errors.UserError` line."""
+    try:
+        return Config.model_validate(copy.deepcopy(dict(tree)))
+    except ValidationError as error:
+        raise UserError(f"{where}: {explain(error, Config)}") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a pydantic error as one line: key, what was found, what was expected."""
+    problem = _most_telling(error)
+    location = [str(part) for part in problem["loc"] if not str(part).endswith("Config") and part != "str"]
+    key = ".".join(location)
+    found = repr(problem.get("input"))
+    found = found if len(found) <= 60 else found[:57] + "…"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_at(model, location[:-1])
+        hint = nearest(location[-1], known) or (f"; known keys: {', '.join(known)}" if known else "")
+        return f"unknown key {key!r}{hint}"
+    if problem["type"] == "missing":
+        return f"missing key {key!r}"
+    if problem["type"] == "literal_error":
+        expected = problem["ctx"]["expected"]
+        names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
+        return f"{key} is {found}; expected {expected}{nearest(problem.get('input'), names)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if key and not message.startswith(key) else message
+    return f"{key} is {found}; {message[0].lower()}{message[1:]}"
+
+
+def _most_telling(error: ValidationError) -> Any:
+    # A union reports every branch; the branch that got furthest is the one the user meant.
+    return max(error.errors(), key=lambda e: (len(e["loc"]), e["type"] != "string_type"))
+
+
+def _keys_at(model: type[BaseModel], location: list[str]) -> list[str]:
+    current: Any = model
+    for part in location:
+        if part.isdigit():
+            continue
+        if not (isinstance(current, type) and issubclass(current, BaseModel) and part in current.model_fields):
+            return []
+        current = current.model_fields[part].annotation
+        for candidate in _members(current):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                current = candidate
+                break
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return [m for a in typing.get_args(annotation) for m in _members(a)]
+    return [annotation]
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 (no dot) as a string; users mean a number.
+    if isinstance(value, dict):
+        return {k: _number(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_number(v) for v in value]
+    if isinstance(value, str) and value[:1] in "+-.0123456789":
+        head, e, tail = value.lower().partition("e")
+        if e and tail.lstrip("+-").isdigit() and head.replace(".", "", 1).lstrip("+-").isdigit():
+            return float(value)
+    return value
+
+
+def _anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
+    def anchored(value: Any) -> Any:
+        return str(base / Path(value).expanduser()) if isinstance(value, str) else value
+
+    mixture = tree.get("mixture")
+    if isinstance(mixture, dict) and isinstance(mixture.get("tasks"), list):
+        for task in mixture["tasks"]:
+            if isinstance(task, dict):
+                for key in ("train", "validation"):
+                    if key in task:
+                        task[key] = anchored(task[key])
+    if tree.get("data_dir") is not None:
+        tree["data_dir"] = anchored(tree["data_dir"])
+    cache = tree.get("cache")
+    if isinstance(cache, dict) and cache.get("directory") is not None:
+        cache["directory"] = anchored(cache["directory"])
+    backbone = tree.get("backbone")
+    if isinstance(backbone, dict) and isinstance(backbone.get("name"), str):
+        name = backbone["name"]
+        # A hub id is also a valid relative path, so only an existing directory is one.
+        if name.startswith((".", "~")) or (base / name).is_dir():
+            backbone["name"] = anchored(name)
+    return tree

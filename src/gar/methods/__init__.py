@@ -1,0 +1,45 @@
+"""Training methods and their registry: a new method is one file here and one line below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from gar.errors import UserError, nearest, one_of
+from gar.methods.base import Method
+from gar.methods.baseline import Baseline
+from gar.methods.gar import GAR
+
+REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (Baseline, GAR)}
+
+
+def register(cls: type[Method]) -> type[Method]:
+    """Make a method class available by its ``name`` (usable as a decorator)."""
+    REGISTRY[cls.name] = cls
+    return cls
+
+
+def from_config(value: str | Mapping[str, Any]) -> Method:
+    """``"gar"`` or ``{"name": "gar", "coefficient": 1e-3}`` to a method."""
+    fields = {"name": value} if isinstance(value, str) else dict(value)
+    name = fields.pop("name", "baseline")
+    if name not in REGISTRY:
+        raise one_of("method.name", name, REGISTRY)
+    cls = REGISTRY[name]
+    for key in fields:
+        if key not in cls.model_fields:
+            known = ", ".join(cls.model_fields) or "none"
+            raise UserError(
+                f"unknown key 'method.{key}' for method {name}; its keys: {known}{nearest(key, cls.model_fields)}"
+            )
+    try:
+        return cls(**fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(["method", *map(str, problem["loc"])])
+        raise UserError(f"{key} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
+
+
+__all__ = ["GAR", "REGISTRY", "Baseline", "Method", "from_config", "register"]

@@ -1,0 +1,130 @@
+"""The load-normalised alignment objective on plain tensors.
+
+Rows are M observations (groups, examples or tokens), columns are E experts. Every function takes either
+the observations ``gradients`` [M, d] or their Gram matrix ``gram`` [M, M]; whichever is given, the value is
+the same. Paper: section "Load-normalized partition objective" and equation of ``L_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-8
+
+
+def association(
+    probabilities: Tensor,
+    gradients: Tensor | None = None,
+    *,
+    gram: Tensor | None = None,
+    eps: float = EPS,
+    normalize: bool = True,
+) -> Tensor:
+    """Load-normalised coherence ``sum_k ||G_k||^2 / (d_k + eps)``, a scalar.
+
+    ``G_k = sum_m p_mk g_m`` and ``d_k = sum_m p_mk``, with ``probabilities`` [M, E] and observations
+    [M, d] (or ``gram`` [M, M]). ``normalize=False`` leaves the denominator out. Differentiable in the
+    probabilities; observations are detached.
+
+    >>> gram = torch.tensor([[1.0, 0.9, 0.2], [0.9, 1.0, 0.2], [0.2, 0.2, 1.0]])
+    >>> pairs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # {1, 2} and {3}
+    >>> round(float(association(pairs, gram=gram)), 4)
+    2.9
+    """
+    mass = _squared_aggregates(probabilities, gradients, gram)
+    if normalize:
+        mass = mass / (probabilities.sum(0).to(mass.dtype) + eps)
+    return mass.sum()
+
+
+def alignment_loss(
+    probabilities: Tensor,
+    gradients: Tensor | None = None,
+    *,
+    gram: Tensor | None = None,
+    eps: float = EPS,
+    normalize: bool = True,
+    entropy_weight: float = 0.0,
+) -> Tensor:
+    """``L_norm = -association``, plus ``entropy_weight * sum p log p``; a scalar to minimise.
+
+    Shapes as in :func:`association`. Its derivative with respect to the probabilities is minus
+    :func:`marginal_scores` (at ``entropy_weight=0``).
+    """
+    if entropy_weight < 0:
+        raise ValueError(f"entropy_weight must be non-negative, got {entropy_weight}")
+    loss = -association(probabilities, gradients, gram=gram, eps=eps, normalize=normalize)
+    if entropy_weight:
+        loss = loss - entropy_weight * torch.special.entr(probabilities).sum()
+    return loss
+
+
+def marginal_scores(
+    probabilities: Tensor,
+    gradients: Tensor | None = None,
+    *,
+    gram: Tensor | None = None,
+    eps: float = EPS,
+    normalize: bool = True,
+) -> Tensor:
+    """The gain of the association per unit of assigned mass, [M, E].
+
+    ``s_mk = 2 <G_k, g_m> / (d_k + eps) - ||G_k||^2 / (d_k + eps)^2``; without normalisation
+    ``2 <G_k, g_m>``.
+    """
+    probabilities = probabilities.detach()
+    if gram is None:
+        gradients = _observations(probabilities, gradients)
+        probabilities = probabilities.to(gradients.dtype)
+        aggregates = probabilities.T @ gradients  # [E, d]
+        inner = gradients @ aggregates.T
+    else:
+        gram = _gram(probabilities, gradients, gram)
+        probabilities = probabilities.to(gram.dtype)
+        inner = gram @ probabilities
+    if not normalize:
+        return 2 * inner
+    load = probabilities.sum(0) + eps
+    mass = (probabilities * inner).sum(0)
+    return 2 * inner / load - mass / load**2
+
+
+def _squared_aggregates(probabilities: Tensor, gradients: Tensor | None, gram: Tensor | None) -> Tensor:
+    """``||G_k||^2`` [E] by the cheaper of the two ways."""
+    if probabilities.dim() != 2:
+        raise ValueError(f"probabilities must be [M, E], got shape {tuple(probabilities.shape)}")
+    if gram is None:
+        gradients = _observations(probabilities, gradients)
+        m, d = gradients.shape
+        if m >= probabilities.shape[1] or m * m >= d * probabilities.shape[1]:
+            return (probabilities.to(gradients.dtype).T @ gradients).square().sum(1)
+        gram = gradients @ gradients.T
+    else:
+        gram = _gram(probabilities, gradients, gram)
+    p = probabilities.to(gram.dtype)
+    return (p * (gram @ p)).sum(0)
+
+
+def _observations(probabilities: Tensor, gradients: Tensor | None) -> Tensor:
+    if gradients is None:
+        raise ValueError("give the observations as gradients [M, d] or as gram= [M, M]")
+    if gradients.dim() != 2 or len(gradients) != len(probabilities):
+        raise ValueError(
+            f"gradients must be [M, d] with M = {len(probabilities)} rows like probabilities, "
+            f"got shape {tuple(gradients.shape)}"
+        )
+    return _accurate(gradients.detach())
+
+
+def _gram(probabilities: Tensor, gradients: Tensor | None, gram: Tensor) -> Tensor:
+    if gradients is not None:
+        raise ValueError("give either gradients or gram=, not both")
+    m = len(probabilities)
+    if gram.shape != (m, m):
+        raise ValueError(f"gram must be [{m}, {m}] like the rows of probabilities, got {tuple(gram.shape)}")
+    return _accurate(gram.detach())
+
+
+def _accurate(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
