@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from gar.errors import UserError, nearest
-from gar.methods import Baseline, Method, from_config
+from gar.methods import Baseline, Choices, Method, from_config
 
 
 class Section(BaseModel):
@@ -155,7 +155,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        problem = self.method.check(self.experts.site, self.experts.count, self.mixture.batch_size, self.mixture.group_size)
+        per_task = -(-self.mixture.batch_size // self.mixture.group_size)
+        groups = per_task * len(self.mixture.tasks) if self.mixture.tasks else None
+        problem = self.method.check(Choices(self.experts.site, self.experts.count, self.experts.top_k, groups))
         if problem:
             raise ValueError(f"method.name is {self.method.name}: {problem}")
         return self

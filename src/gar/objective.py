@@ -96,8 +96,7 @@ def _squared_aggregates(probabilities: Tensor, gradients: Tensor | None, gram: T
         raise ValueError(f"probabilities must be [M, E], got shape {tuple(probabilities.shape)}")
     if gram is None:
         gradients = _observations(probabilities, gradients)
-        m, d = gradients.shape
-        if m >= probabilities.shape[1] or m * m >= d * probabilities.shape[1]:
+        if len(gradients) >= 2 * probabilities.shape[1]:  # forward and backward against one Gram
             return (probabilities.to(gradients.dtype).T @ gradients).square().sum(1)
         gram = gradients @ gradients.T
     else:

@@ -8,11 +8,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from gar.errors import UserError, nearest, one_of
-from gar.methods.base import Method
+from gar.methods.base import Choices, Method
 from gar.methods.baseline import Baseline
+from gar.methods.cagrad import CAGrad
 from gar.methods.gar import GAR
+from gar.methods.load_penalty import LoadPenalty
+from gar.methods.stgc import STGC
+from gar.methods.stgc_load import STGCLoad
+from gar.methods.switch_aux import SwitchAux
+from gar.methods.torchjd import TorchJD
 
-REGISTRY: dict[str, type[Method]] = {cls.name: cls for cls in (Baseline, GAR)}
+REGISTRY: dict[str, type[Method]] = {
+    cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
+}
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -42,4 +50,18 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
         raise UserError(f"{key} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
 
 
-__all__ = ["GAR", "REGISTRY", "Baseline", "Method", "from_config", "register"]
+__all__ = [
+    "GAR",
+    "REGISTRY",
+    "STGC",
+    "Baseline",
+    "CAGrad",
+    "Choices",
+    "LoadPenalty",
+    "Method",
+    "STGCLoad",
+    "SwitchAux",
+    "TorchJD",
+    "from_config",
+    "register",
+]

@@ -6,11 +6,12 @@ A method is a frozen pydantic model whose fields are its hyper-parameters, and a
 * :meth:`Method.router_loss` - a loss over detached captures, back-propagated after the last pass;
 * :meth:`Method.backward` and :meth:`Method.finish` - its own backward (CAGrad).
 
-It declares in ``observes`` what has to be captured. The training loop never asks which method runs.
+It declares in :attr:`Method.observes` what has to be captured. The training loop never asks which method runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -20,22 +21,33 @@ if TYPE_CHECKING:
     from gar.methods.update import Pass, Update
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What :meth:`Method.check` may look at before anything is loaded."""
+
+    site: str
+    experts: int
+    top_k: int
+    #: Groups of a full update; None where the tasks are not known yet.
+    groups: int | None
+
+
 class Method(BaseModel):
     """Base of all methods; see ``gar/methods/gar.py`` for a small one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
-    #: Captures a method asks for: ``"gradients"`` (group gradients of the experts), ``"outputs"``
-    #: (the task-loss derivative at the experts' output, before the backward).
-    observes: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def captures(self) -> frozenset[str]:
-        """What this configuration of the method needs; a zero coefficient needs nothing."""
-        return self.observes
+    def observes(self) -> frozenset[str]:
+        """What has to be captured: ``"routing"``, and ``"gradients"`` for group gradients of the experts.
 
-    def check(self, site: str, experts: int, batch_size: int, group_size: int) -> str | None:
+        A zero coefficient needs nothing, so that it is exactly Baseline.
+        """
+        return frozenset()
+
+    def check(self, choices: Choices) -> str | None:
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""
         return None
 

@@ -25,8 +25,8 @@ class GAR(Method):
     entropy_weight: float = Field(0.0, ge=0, description="tau of the added sum p log p")
 
     @property
-    def captures(self) -> frozenset[str]:
-        return frozenset({"gradients"}) if self.coefficient else frozenset()
+    def observes(self) -> frozenset[str]:
+        return frozenset({"routing", "gradients"}) if self.coefficient else frozenset()
 
     def router_loss(self, update: Update) -> Tensor | None:
         if not self.coefficient:

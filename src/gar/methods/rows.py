@@ -1,0 +1,100 @@
+"""Base of methods that combine whole group gradients (CAGrad, torchjd aggregators)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gar.errors import UserError
+from gar.methods.base import Choices, Method
+from gar.methods.update import Pass, Update
+from gar.nn.bank import accurate
+
+
+class GradientCombination(Method):
+    """Rows are the gradients of each group's mean loss in all P trainable parameters.
+
+    Row m is scaled by ``M v_m``, so that the mean row is the gradient of ``L_task``. The M x P matrix is
+    kept on the model's device while it takes at most half of the free memory there, else in host memory;
+    the combination then streams over columns. A matrix that fits nowhere is refused at the first update.
+    """
+
+    def check(self, choices: Choices) -> str | None:
+        if choices.groups == 1:
+            return (
+                "every update has one group only, so there is nothing to combine; "
+                "expected mixture.batch_size > mixture.group_size or more tasks"
+            )
+        return None
+
+    def backward(self, step: Pass) -> None:
+        scale = step.weights.total * step.weights.task_weights
+        size = sum(p.numel() for p in step.parameters)
+        wide = torch.promote_types(step.losses.dtype, torch.float32)
+        rows = torch.empty(len(step.losses), size, dtype=wide, device=_row_device(step, size, wide))
+        for m, loss in enumerate(step.losses.unbind()):
+            last = m == len(step.losses) - 1
+            grads = torch.autograd.grad(loss, list(step.parameters), retain_graph=not last, materialize_grads=True)
+            for part, grad in zip(rows[m].split([g.numel() for g in grads]), grads, strict=True):
+                part.copy_(scale[m] * accurate(grad).flatten())
+        step.rows = rows
+
+    def finish(self, update: Update) -> None:
+        _assign(update.parameters, self.combine(update.group_rows()))
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """The update direction [P] from the group rows [M, P]."""
+        raise NotImplementedError
+
+
+def gram_matrix(rows: Tensor, device: torch.device) -> Tensor:
+    """``R R^T`` on ``device``, streaming over columns when the rows live elsewhere."""
+    if rows.device == device:
+        return rows @ rows.T
+    return torch.stack([(part := block.to(device)) @ part.T for block in _columns(rows)]).sum(0)
+
+
+def weighted_rows(rows: Tensor, coefficients: Tensor) -> Tensor:
+    """``sum_m coefficients_m R_m``, where the rows are."""
+    return coefficients.to(rows.device, rows.dtype) @ rows
+
+
+def _columns(rows: Tensor, width: int = 1 << 24) -> tuple[Tensor, ...]:
+    return rows.split(width, dim=1)
+
+
+def _row_device(step: Pass, size: int, dtype: torch.dtype) -> torch.device:
+    device = step.losses.device
+    needed = step.weights.total * size * dtype.itemsize
+    if device.type == "cuda" and needed <= torch.cuda.mem_get_info(device)[0] // 2 + _reusable(device):
+        return device
+    free = _host_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"method: {step.weights.total} group gradients of {size} parameters take {needed / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB of host memory are free; expected a larger mixture.group_size or fewer "
+            "trainable parameters (backbone.trainable=false)"
+        )
+    return device if device.type == "cpu" else torch.device("cpu")
+
+
+def _reusable(device: torch.device) -> int:
+    # Memory that torch's allocator holds but does not use is free for us.
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _host_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            values = dict(line.split(":", 1) for line in lines)
+        return int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: let the allocation itself decide
+        return None
+
+
+def _assign(parameters: Sequence[nn.Parameter], direction: Tensor) -> None:
+    parts = direction.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype)

@@ -1,0 +1,42 @@
+"""SwitchAux: the Switch Transformer's load-balancing loss, group by group."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from gar.methods.base import Method
+from gar.methods.update import Pass, Site
+from gar.observation import mean_over_units
+
+
+class SwitchAux(Method):
+    """``L_task + coefficient * sum_m u_m E sum_e stopgrad(f_me) P_me`` (specification, section 5).
+
+    At FFN sites ``u_m`` is the sample weight and routing inputs are detached; at the head site ``u_m`` is
+    the task weight ``v_m`` and the gradient follows the ordinary routing path, into a trainable backbone.
+    """
+
+    name: ClassVar[str] = "switchaux"
+    coefficient: float = Field(1e-3, ge=0, description="alpha")
+
+    @property
+    def observes(self) -> frozenset[str]:
+        return frozenset({"routing"}) if self.coefficient else frozenset()
+
+    def terms(self, step: Pass) -> Tensor | None:
+        if not self.coefficient:
+            return None
+        return self.coefficient * sum((_balance(site) for site in step.sites), start=step.losses.new_zeros(()))
+
+
+def _balance(site: Site) -> Tensor:
+    at_head = site.routes_examples
+    routing = site.routing if at_head else site.detached_routing()
+    u = site.weights.task_weights if at_head else site.weights.sample_weights
+    grouping, gates = site.weights.grouping, routing.gates
+    mass = mean_over_units(gates, routing.mask, grouping)
+    frequency = mean_over_units(routing.selected.to(gates.dtype), routing.mask, grouping) / site.bank.router.top_k
+    return gates.shape[-1] * (u.to(gates.dtype) * (frequency * mass).sum(1)).sum()

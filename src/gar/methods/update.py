@@ -1,0 +1,155 @@
+"""What a method sees of one update: its passes, and per expert site the observations of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from gar.nn.bank import RoutedExperts
+from gar.observation import Grouping, Observed, SiteObservation, per_group_gradients
+from gar.routing import Routing
+
+
+@dataclass(frozen=True)
+class GroupWeights:
+    """The groups of one pass: ``groups`` int64 [B] maps its rows to local groups 0..M-1.
+
+    ``task_weights`` [M] is ``v_m = |m| / (T B_t)``, ``sample_weights`` [M] is ``|m| / sum_j |j|`` over the
+    whole update, ``total`` the number of groups in the update.
+    """
+
+    groups: Tensor
+    task_weights: Tensor
+    sample_weights: Tensor
+    total: int
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        return Grouping(self.groups, len(self.task_weights))
+
+
+@dataclass
+class Site:
+    """One expert site during one pass."""
+
+    observation: SiteObservation
+    weights: GroupWeights
+    rows: Tensor | None = None
+
+    @property
+    def bank(self) -> RoutedExperts:
+        return self.observation.bank
+
+    @property
+    def routes_examples(self) -> bool:
+        """True at the head site, where the routed unit is a whole example."""
+        return self.observation.detached_routing().gates.dim() == 2
+
+    @property
+    def routing(self) -> Routing:
+        """Routing of the forward, attached to the graph; only until the backward."""
+        return self.observation.routing
+
+    def detached_routing(self) -> Routing:
+        """Routing recomputed from detached inputs; differentiable in the router alone."""
+        return self.observation.detached_routing()
+
+    def probabilities(self) -> Tensor:
+        """``p_m`` [M, E]."""
+        return self.weights.grouping.mean(self.detached_routing().example_gates())
+
+    def gradients(self) -> Tensor:
+        """``g_m`` [M, d], detached."""
+        if self.rows is None:
+            raise RuntimeError("group gradients were not captured; the method must ask for 'gradients'")
+        return self.rows
+
+
+@dataclass
+class Pass:
+    """One forward of whole groups. ``losses`` [M] are the groups' mean losses, attached to the graph."""
+
+    losses: Tensor
+    weights: GroupWeights
+    parameters: Sequence[nn.Parameter]
+    sites: list[Site] = field(default_factory=list)
+    rows: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, losses: Tensor, weights: GroupWeights, parameters: Sequence[nn.Parameter], observed: Observed | None
+    ) -> Pass:
+        sites = [] if observed is None else [Site(site, weights) for site in observed.sites]
+        return cls(losses, weights, parameters, sites)
+
+    @property
+    def task_loss(self) -> Tensor:
+        """This pass's part of ``L_task = sum_m v_m l_m``."""
+        return (self.weights.task_weights.to(self.losses.dtype) * self.losses).sum()
+
+    def capture_per_group(self) -> None:
+        """Group gradients by M autograd calls, before the backward (the reference path)."""
+        for site in self.sites:
+            with site.observation.paused():
+                site.rows = per_group_gradients(self.losses, site.bank)
+
+    def capture_one_pass(self) -> None:
+        """Group gradients from the factors that the backward left behind."""
+        for site in self.sites:
+            site.rows = site.observation.group_gradients(self.weights.groups, self.weights.task_weights)
+
+    def release(self) -> None:
+        """Drop the graph; observations and loss values stay."""
+        self.losses = self.losses.detach()
+
+
+class UpdateSite:
+    """One expert site over all passes of an update."""
+
+    def __init__(self, parts: Sequence[Site]) -> None:
+        self.parts = parts
+
+    @property
+    def bank(self) -> RoutedExperts:
+        return self.parts[0].bank
+
+    def probabilities(self) -> Tensor:
+        """``p_m`` [M, E] of all groups, differentiable in the router alone."""
+        return torch.cat([part.probabilities() for part in self.parts])
+
+    def gradients(self) -> Tensor:
+        """``g_m`` [M, d] of all groups, detached."""
+        return torch.cat([part.gradients() for part in self.parts])
+
+    def example_gates(self) -> Tensor:
+        """``q_n`` [n, E] of all examples, differentiable in the router alone."""
+        return torch.cat([part.detached_routing().example_gates() for part in self.parts])
+
+
+@dataclass
+class Update:
+    """All passes of one optimizer update."""
+
+    passes: list[Pass]
+
+    @property
+    def sites(self) -> list[UpdateSite]:
+        return [UpdateSite(parts) for parts in zip(*(step.sites for step in self.passes), strict=True)]
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self.passes[0].parameters
+
+    @property
+    def zero(self) -> Tensor:
+        """A scalar zero in the loss's dtype and device, to start sums with."""
+        return self.passes[0].losses.new_zeros(())
+
+    def group_rows(self) -> Tensor:
+        """The rows that a method's own backward left in its passes, [M, P]."""
+        rows = [step.rows for step in self.passes]
+        return torch.cat([row for row in rows if row is not None])

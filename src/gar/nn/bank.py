@@ -1,0 +1,105 @@
+"""The common shape of an expert bank: a router and E experts with one parameter template."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gar.routing import Router, Routing
+
+
+class Factors(NamedTuple):
+    """Per-unit factors of one template slot's gradient: ``sum_i left_i right_i^T`` (bias: ``sum_i left_i``).
+
+    ``left`` is [B, L, p], ``right`` [B, L, q] or None for a bias slot. L may hold several terms a token.
+    """
+
+    left: Tensor
+    right: Tensor | None
+
+
+class Call(NamedTuple):
+    """What one forward and backward left behind at an expert sum; everything detached.
+
+    ``x`` [B, L, (E,) d_in] is the input that was multiplied (after dropout), ``gates`` and ``active``
+    [B, L, E], ``delta`` [B, L, d_out] the loss derivative at the gated sum; ``hidden`` and
+    ``hidden_grad`` the output of the bank's hidden module and the derivative at that module's input.
+    """
+
+    x: Tensor
+    gates: Tensor
+    active: Tensor
+    delta: Tensor
+    hidden: Tensor | None = None
+    hidden_grad: Tensor | None = None
+
+
+class Experts(nn.Module):
+    """E experts as stacked parameters [E, ...]; ``forward(x, gates, active)`` is their gated sum.
+
+    ``active`` bool [..., E] marks the (unit, expert) pairs whose output matters: where it is False the
+    gate is zero in value and gradient. Subclasses list ``slots``, the template's local order, and may name
+    a ``hidden_module`` whose input gradient :meth:`factors` needs.
+    """
+
+    slots: tuple[str, ...]
+    count: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_module: nn.Module | None = None
+
+    def template(self) -> dict[str, torch.Size]:
+        """Shapes of one expert's parameters, in local order."""
+        return {slot: getattr(self, slot).shape[1:] for slot in self.slots}
+
+    def factors(self, call: Call) -> dict[str, Factors]:
+        """Factors of the common-template gradient, one entry a slot; the sum over experts comes first."""
+        raise NotImplementedError
+
+    def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
+        """Factors of one expert's own gradient (for diagnostics)."""
+        raise NotImplementedError
+
+    def bias_proxies(self, delta: Tensor) -> Tensor:
+        """``scale * B_e^T delta`` [..., E, r]: virtual-bias gradient blocks without the gate (STGC)."""
+        raise NotImplementedError(f"{type(self).__name__} has no virtual-bias proxies")
+
+
+class RoutedExperts(nn.Module):
+    """A router and its experts. ``forward(x, mask)`` returns ``(output, Routing)`` and stores nothing."""
+
+    router: Router
+    experts: Experts
+
+    def __init__(self, router: Router, experts: Experts) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def prepare(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        """The experts' input from the routing input: dropout, where the bank has any."""
+        return x
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """Route units ``x`` [..., d_in] and return the gated expert sum [..., d_out] with its routing.
+
+        ``mask`` bool [...] marks valid units; the others get zero output. ``keep`` is a dropout mask drawn
+        by the caller (True: kept); without it dropout draws from torch's generator.
+        """
+        routing: Routing = self.router(x, mask)
+        # The straight-through gate has a gradient at every expert, so every output is needed for it.
+        dense = self.router.top_k == 1 and torch.is_grad_enabled() and routing.gates.requires_grad
+        active = routing.selected.any(-1, keepdim=True).expand_as(routing.selected) if dense else routing.selected
+        return self.experts(self.prepare(x, keep), routing.gates, active), routing
+
+
+def expert_banks(module: nn.Module) -> list[RoutedExperts]:
+    """All expert banks inside a module, in module order."""
+    return [inner for inner in module.modules() if isinstance(inner, RoutedExperts)]
+
+
+def accurate(x: Tensor) -> Tensor:
+    """float32, or wider if it already is: observations never accumulate in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

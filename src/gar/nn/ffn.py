@@ -1,0 +1,155 @@
+"""Routed complete feed-forward networks (site ``full_ffn``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gar.nn.bank import Call, Experts, Factors, RoutedExperts, accurate
+from gar.routing import Router
+
+
+class _Hidden(nn.Module):
+    """The activation between the two linear layers, a module so that its input's gradient can be read."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], gated: bool) -> None:
+        super().__init__()
+        self.activation, self.gated = activation, gated
+
+    def forward(self, pre: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation(pre)
+        value, gate = pre.chunk(2, dim=-1)
+        return self.activation(value) * gate
+
+
+class FFNExperts(Experts):
+    """E feed-forward networks ``W2_e act(W1_e x + b1_e) + b2_e``.
+
+    ``W1`` is [E, f, d] ([E, 2f, d] when ``gated``: ``act(first half) * second half``), ``W2`` [E, d, f];
+    the biases ``b1`` and ``b2`` exist when ``bias``. Only active (unit, expert) pairs are computed.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        experts: int,
+        activation: Callable[[Tensor], Tensor] = functional.gelu,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.features, self.hidden_features, self.count = features, hidden, experts
+        inner = 2 * hidden if gated else hidden
+        self.W1 = nn.Parameter(torch.empty(experts, inner, features))
+        self.b1 = nn.Parameter(torch.zeros(experts, inner)) if bias else None
+        self.W2 = nn.Parameter(torch.empty(experts, features, hidden))
+        self.b2 = nn.Parameter(torch.zeros(experts, features)) if bias else None
+        self.slots = ("W1", "b1", "W2", "b2") if bias else ("W1", "W2")
+        self.hidden_module = _Hidden(activation, gated)
+        for weight in (*self.W1.unbind(), *self.W2.unbind()):
+            nn.init.kaiming_uniform_(weight, a=5**0.5)
+
+    def forward(self, x: Tensor, gates: Tensor, active: Tensor) -> Tensor:
+        shape, x = x.shape, x.to(self.W1.dtype).flatten(0, -2)
+        units, experts, counts = _pairs(active)
+        pre = self._each(x[units], counts, self.W1, self.b1)
+        assert self.hidden_module is not None
+        out = self._each(self.hidden_module(pre), counts, self.W2, self.b2)
+        weight = gates.flatten(0, -2)[units, experts].to(out.dtype)
+        total = out.new_zeros(len(x), self.features).index_add(0, units, out * weight.unsqueeze(-1))
+        return total.reshape(*shape[:-1], self.features)
+
+    @staticmethod
+    def _each(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+        biases = [None] * len(counts) if bias is None else bias.unbind()
+        parts = rows.split(counts)
+        return torch.cat([functional.linear(p, w, b) for p, w, b in zip(parts, weight.unbind(), biases, strict=True)])
+
+    def factors(self, call: Call) -> dict[str, Factors]:
+        units, experts, _ = _pairs(call.active)
+        return self._slot_factors(call, units, experts, torch.ones_like(units, dtype=torch.bool))
+
+    def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
+        units, experts, _ = _pairs(call.active)
+        return self._slot_factors(call, units, experts, experts == expert)
+
+    def _slot_factors(self, call: Call, units: Tensor, experts: Tensor, chosen: Tensor) -> dict[str, Factors]:
+        # W2: delta (sum_e pi_e h_e)^T; W1: (sum_e dpre_e) x^T; biases without the right factor.
+        assert call.hidden is not None
+        assert call.hidden_grad is not None
+        shape = call.gates.shape[:-1]
+        rows, cols = units[chosen], experts[chosen]
+        weight = accurate(call.gates).flatten(0, -2)[rows, cols].unsqueeze(-1)
+
+        def summed(pairs: Tensor) -> Tensor:
+            total = pairs.new_zeros(shape.numel(), pairs.shape[-1]).index_add(0, rows, pairs)
+            return total.reshape(*shape, -1)
+
+        x, delta = accurate(call.x), accurate(call.delta)
+        dpre = summed(accurate(call.hidden_grad)[chosen])
+        mixed = summed(weight * accurate(call.hidden)[chosen])
+        slots = {"W1": Factors(dpre, x), "W2": Factors(delta, mixed)}
+        if self.b1 is not None:
+            slots |= {"b1": Factors(dpre, None), "b2": Factors(delta * summed(weight), None)}
+        return {slot: slots[slot] for slot in self.slots}
+
+    def extra_repr(self) -> str:
+        return f"{self.features} -> {self.hidden_features} -> {self.features}, experts={self.count}"
+
+
+def _pairs(active: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Active (unit, expert) pairs sorted by expert, and how many each expert has."""
+    experts, units = active.flatten(0, -2).T.nonzero(as_tuple=True)
+    return units, experts, torch.bincount(experts, minlength=active.shape[-1]).tolist()
+
+
+class RoutedFFN(RoutedExperts):
+    """Token-routed complete feed-forward networks.
+
+    >>> moe = RoutedFFN(8, 16, experts=4, top_k=2)
+    >>> output, routing = moe(torch.randn(3, 5, 8))
+    >>> output.shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        experts: int = 8,
+        top_k: int = 4,
+        activation: Callable[[Tensor], Tensor] = functional.gelu,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            Router(features, experts, top_k), FFNExperts(features, hidden, experts, activation, gated, bias)
+        )
+
+    @classmethod
+    def from_dense(
+        cls,
+        first: list[nn.Linear],
+        second: nn.Linear,
+        activation: Callable[[Tensor], Tensor],
+        experts: int = 8,
+        top_k: int = 4,
+    ) -> Self:
+        """Every expert a copy of a dense FFN; two ``first`` layers are the value and gate halves."""
+        gated = len(first) == 2 or first[0].out_features == 2 * second.in_features
+        bias = second.bias is not None
+        moe = cls(second.out_features, second.in_features, experts, top_k, activation, gated, bias)
+        moe.experts.to(second.weight.dtype)
+        with torch.no_grad():
+            moe.experts.W1.copy_(torch.cat([layer.weight for layer in first]).expand_as(moe.experts.W1))
+            moe.experts.W2.copy_(second.weight.expand_as(moe.experts.W2))
+            if bias:
+                moe.experts.b1.copy_(torch.cat([layer.bias for layer in first]).expand_as(moe.experts.b1))
+                moe.experts.b2.copy_(second.bias.expand_as(moe.experts.b2))
+        return moe

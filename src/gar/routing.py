@@ -1,0 +1,115 @@
+"""Routers and gates (specification, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROUTER_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What one forward of an expert bank decided, per routed unit.
+
+    ``logits`` and ``gates`` are [..., E] (float32 or wider), ``selected`` is bool [..., E] with k True
+    per valid unit, ``mask`` is bool [...] or None when every unit is valid. Gates of a valid unit sum to
+    1; gates and ``selected`` of an invalid (padding) unit are all zero.
+    """
+
+    logits: Tensor
+    gates: Tensor
+    selected: Tensor
+    mask: Tensor | None = None
+
+    def example_gates(self) -> Tensor:
+        """``q_n`` [rows, E]: gates averaged over a row's valid tokens; [N, E] gates are returned as they are."""
+        return mean_over_tokens(self.gates, self.mask)
+
+
+def select(logits: Tensor, top_k: int) -> Tensor:
+    """The k largest logits of each row as a bool mask [..., E]; ties go to one of the equal experts."""
+    chosen = logits.topk(top_k, dim=-1).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def masked_softmax(logits: Tensor, top_k: int) -> Tensor:
+    """Softmax over the ``top_k`` largest logits of [..., E], zero elsewhere; rows sum to 1.
+
+    >>> masked_softmax(torch.tensor([0.0, 3.0, 3.0, -1.0]), 2)
+    tensor([0.0000, 0.5000, 0.5000, 0.0000])
+    """
+    return _softmax_over(logits, select(logits, top_k))
+
+
+def straight_through(logits: Tensor) -> Tensor:
+    """Exactly one-hot at the largest logit of [..., E]; backward is the full softmax's Jacobian.
+
+    >>> straight_through(torch.tensor([0.0, 3.0, 1.0]))
+    tensor([0., 1., 0.])
+    """
+    return _one_hot_gate(logits, select(logits, 1))
+
+
+def _softmax_over(logits: Tensor, selected: Tensor) -> Tensor:
+    return logits.masked_fill(~selected, float("-inf")).softmax(-1)
+
+
+def _one_hot_gate(logits: Tensor, selected: Tensor) -> Tensor:
+    soft = logits.softmax(-1)
+    # Adding an exact zero keeps the forward value one-hot to the last bit.
+    return selected.to(soft.dtype) + (soft - soft.detach())
+
+
+def mean_over_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of [B, L, ...] over valid tokens (``mask`` [B, L]); [N, ...] values pass through unchanged."""
+    if values.dim() < 3:
+        return values
+    if mask is None:
+        return values.mean(1)
+    weight = mask.to(values.dtype).unsqueeze(-1)
+    return (values * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+class Router(nn.Module):
+    """One linear map from the routing input to E logits, in float32 even under autocast.
+
+    ``top_k=1`` gives the straight-through gate, except with a single expert, whose gate is always 1.
+    Weights start as N(0, 0.02^2), the bias as zero: a zero router would tie every top-k.
+    """
+
+    def __init__(self, features: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k must be between 1 and the number of experts ({experts}), got {top_k}")
+        self.features, self.experts, self.top_k = features, experts, top_k
+        self.weight = nn.Parameter(torch.empty(experts, features))
+        self.bias = nn.Parameter(torch.zeros(experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=ROUTER_STD)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """Route units [..., features]; ``mask`` [...] marks the valid ones."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = functional.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
+            return self.gate(logits, mask)
+
+    def gate(self, logits: Tensor, mask: Tensor | None = None) -> Routing:
+        """The configured gate on given logits [..., E]."""
+        selected = select(logits, self.top_k)
+        gates = _one_hot_gate(logits, selected) if self.top_k == 1 else _softmax_over(logits, selected)
+        if mask is not None:
+            valid = mask.bool().unsqueeze(-1)
+            gates, selected = gates * valid, selected & valid
+            mask = mask.bool()
+        return Routing(logits, gates, selected, mask)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, experts={self.experts}, top_k={self.top_k}"
