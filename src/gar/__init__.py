@@ -1,0 +1,79 @@
+"""Gradient-aligned routing for mixture-of-experts fine-tuning.
+
+``gar.alignment_loss`` and its kin work on plain tensors; ``gar.nn`` and ``gar.observe`` inside one's own torch
+model; ``gar.MultiTaskModel`` and ``gar.train`` do the whole job.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Resolved on first use, so that `gar --help` and `gar.alignment_loss` do not import transformers.
+_EXPORTS = {
+    "alignment_loss": "gar.objective",
+    "association": "gar.objective",
+    "marginal_scores": "gar.objective",
+    "Routing": "gar.routing",
+    "Router": "gar.routing",
+    "masked_softmax": "gar.routing",
+    "straight_through": "gar.routing",
+    "observe": "gar.observation",
+    "per_group_gradients": "gar.observation",
+    "MultiTaskModel": "gar.model",
+    "Mixture": "gar.data",
+    "Task": "gar.data",
+    "Config": "gar.config",
+    "train": "gar.training",
+    "evaluate": "gar.evaluation",
+}
+_MODULES = ("data", "methods", "metrics", "nn")
+
+if TYPE_CHECKING:
+    from gar import data, methods, metrics, nn
+    from gar.config import Config
+    from gar.data import Mixture, Task
+    from gar.evaluation import evaluate
+    from gar.model import MultiTaskModel
+    from gar.objective import alignment_loss, association, marginal_scores
+    from gar.observation import observe, per_group_gradients
+    from gar.routing import Router, Routing, masked_softmax, straight_through
+    from gar.training import train
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"gar.{name}")
+    raise AttributeError(f"module 'gar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS, *_MODULES])
+
+
+__all__ = [
+    "Config",
+    "Mixture",
+    "MultiTaskModel",
+    "Router",
+    "Routing",
+    "Task",
+    "__version__",
+    "alignment_loss",
+    "association",
+    "data",
+    "evaluate",
+    "marginal_scores",
+    "masked_softmax",
+    "methods",
+    "metrics",
+    "nn",
+    "observe",
+    "per_group_gradients",
+    "straight_through",
+    "train",
+]

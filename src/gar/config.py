@@ -79,6 +79,15 @@ class TaskConfig(Section):
     validation_split: str = "validation"
     drop_empty: bool = Field(False, description="drop rows with an empty text or label instead of refusing them")
 
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _label_names(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            if any(isinstance(name, bool) for name in value):
+                raise ValueError("YAML reads unquoted yes/no/true/false as booleans; expected quoted label names")
+            return tuple(str(name) if isinstance(name, int | float) else name for name in value)
+        return value
+
 
 class MixtureConfig(Section):
     name: str | None = Field(None, description="a named mixture (five, six, …); tasks then come from it")

@@ -56,7 +56,9 @@ def alignment_loss(
         raise ValueError(f"entropy_weight must be non-negative, got {entropy_weight}")
     loss = -association(probabilities, gradients, gram=gram, eps=eps, normalize=normalize)
     if entropy_weight:
-        loss = loss - entropy_weight * torch.special.entr(probabilities).sum()
+        # p log p is 0 at p = 0, in value and derivative: unselected experts must not turn it into inf * 0.
+        p = torch.where(probabilities > 0, probabilities, torch.ones_like(probabilities))
+        loss = loss + entropy_weight * (p * p.log()).sum()
     return loss
 
 

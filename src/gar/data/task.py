@@ -52,7 +52,8 @@ class Task:
     """One classification task with its data.
 
     ``text`` names the one or two text fields, ``labels`` the label names in index order, ``extra`` the
-    task's own metrics beside accuracy (``"f1"``, ``"mcc"``).
+    task's own metrics beside accuracy (``"f1"``, ``"mcc"``). ``notes`` are remarks of the reader, such as
+    dropped rows.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task:
     validation: Split
     text: tuple[str, ...] = ("text",)
     extra: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

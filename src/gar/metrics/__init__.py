@@ -1,0 +1,40 @@
+"""Metrics as pure functions on arrays; usable alone, with the arrays of any mixture-of-experts model.
+
+Inputs are anything ``numpy.asarray`` takes or torch tensors of any dtype and device; everything is computed
+in float64 and returned as a Python float. Degenerate inputs have a documented value and never NaN; inputs
+that make no sense (wrong shape, empty, negative, not finite) raise ``ValueError``.
+"""
+
+from gar.metrics.accuracy import accuracy, f1, macro_accuracy, matthews_correlation
+from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
+from gar.metrics.load import describe_collapse, load_variance, routing_entropy, utilization
+from gar.metrics.statistics import (
+    PairedDifference,
+    paired_difference,
+    pareto_front,
+    population_std,
+    seed_means,
+)
+
+__all__ = [
+    "PairedDifference",
+    "accuracy",
+    "adjusted_rand_index",
+    "describe_collapse",
+    "f1",
+    "gradient_mass_purity",
+    "inter_expert_similarity",
+    "intra_expert_coherence",
+    "load_variance",
+    "macro_accuracy",
+    "matthews_correlation",
+    "normalized_mutual_information",
+    "paired_difference",
+    "pareto_front",
+    "population_std",
+    "routing_entropy",
+    "seed_means",
+    "structure_purity",
+    "utilization",
+]

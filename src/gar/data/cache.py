@@ -1,0 +1,160 @@
+"""The frozen-prefix feature cache: site states computed once per example, memory-mapped from disk.
+
+An entry is a directory named by a digest of everything that determines its content: backbone weights, site,
+pooling, tokens, dtype and library versions. It is built under another name, checksummed, and renamed into
+place, so that it is complete or absent; a lock keeps two processes from building it at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gar.data.tokenize import TokenizedSplit
+from gar.errors import UserError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Features:
+    """Site states of a split. ``x`` [total tokens, d] or None, ``base`` [total tokens, d] or [N, d]."""
+
+    offsets: NDArray[np.int64]
+    x: Tensor | None
+    base: Tensor
+
+    @property
+    def pooled(self) -> bool:
+        """Whether ``base`` has one row an example."""
+        return self.x is None or self.base.shape[0] != self.x.shape[0]
+
+
+class Writer:
+    """Receives the states of a split batch by batch, in any order of examples."""
+
+    def __init__(self, directory: Path, tokens: TokenizedSplit, dtype: np.dtype[Any]) -> None:
+        self.directory, self.tokens, self.dtype = directory, tokens, dtype
+        self._arrays: dict[str, Any] = {}
+
+    def put(self, indices: NDArray[np.int64], x: Tensor | None, base: Tensor) -> None:
+        """States of the examples ``indices``: ``x`` [B, L, d], ``base`` [B, L, d] or [B, d]."""
+        for name, values in (("x", x), ("base", base)):
+            if values is None:
+                continue
+            rows = self._rows(name, values)
+            array = values.detach().to(torch.float32).cpu().numpy().astype(self.dtype)
+            if not np.isfinite(array).all():
+                raise UserError(
+                    f"the backbone's hidden states do not fit {self.dtype.name} (or are not finite); "
+                    "expected cache.dtype=float32"
+                )
+            for row, i in enumerate(indices):
+                if values.dim() == 2:
+                    rows[i] = array[row]
+                else:
+                    start, stop = self.tokens.offsets[i], self.tokens.offsets[i + 1]
+                    rows[start:stop] = array[row, : stop - start]
+
+    def _rows(self, name: str, values: Tensor) -> Any:
+        if name not in self._arrays:
+            count = len(self.tokens) if values.dim() == 2 else int(self.tokens.offsets[-1])
+            self._arrays[name] = np.lib.format.open_memmap(
+                self.directory / f"{name}.npy", mode="w+", dtype=self.dtype, shape=(count, values.shape[-1])
+            )
+        return self._arrays[name]
+
+    def finish(self) -> None:
+        for array in self._arrays.values():
+            array.flush()
+        self._arrays.clear()
+        np.save(self.directory / "offsets.npy", self.tokens.offsets, allow_pickle=False)
+        files = {path.name: checksum(path) for path in sorted(self.directory.glob("*.npy"))}
+        (self.directory / MANIFEST).write_text(json.dumps({"version": VERSION, "files": files}), encoding="utf-8")
+
+
+def key_of(facts: Mapping[str, Any], tokens: TokenizedSplit) -> str:
+    """The entry name for given facts about the model and the tokens of a split."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps({"version": VERSION, **facts}, sort_keys=True).encode())
+    for array in (tokens.ids, tokens.offsets, tokens.types):
+        digest.update(b"\0" if array is None else memoryview(np.ascontiguousarray(array)).cast("B"))
+    return digest.hexdigest()
+
+
+def open_or_build(
+    root: Path, facts: Mapping[str, Any], tokens: TokenizedSplit, dtype: str, fill: Callable[[Writer], None]
+) -> Features:
+    """The features of a split, from the cache or computed by ``fill``. A damaged entry is rebuilt."""
+    entry = root / "features" / key_of({**facts, "dtype": dtype}, tokens)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{entry}.lock"):
+            features = _open(entry)
+            if features is None:
+                _build(entry, tokens, np.dtype(dtype), fill)
+                features = _open(entry)
+    except OSError as error:
+        raise UserError(
+            f"feature cache {root}: {error.strerror or error}; expected a writable directory with enough space "
+            "(cache.directory=DIR, or --no-cache)"
+        ) from error
+    if features is None:
+        raise UserError(f"feature cache {entry}: reads back other bytes than were written; the disk may be failing")
+    return features
+
+
+def _build(entry: Path, tokens: TokenizedSplit, dtype: np.dtype[Any], fill: Callable[[Writer], None]) -> None:
+    shutil.rmtree(entry, ignore_errors=True)
+    for stale in entry.parent.glob(f"{entry.name}.*.partial"):  # of a killed process: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    working = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".partial", dir=entry.parent))
+    try:
+        writer = Writer(working, tokens, dtype)
+        fill(writer)
+        writer.finish()
+        os.replace(working, entry)
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+
+
+def _open(entry: Path) -> Features | None:
+    try:
+        manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["version"] != VERSION or any(checksum(entry / n) != c for n, c in manifest["files"].items()):
+            return None
+        names = set(manifest["files"])
+        offsets = np.load(entry / "offsets.npy", allow_pickle=False)
+        x = _mapped(entry / "x.npy") if "x.npy" in names else None
+        return Features(offsets, x, _mapped(entry / "base.npy"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _mapped(path: Path) -> Tensor:
+    # Copy-on-write: torch wants a writable buffer, the file is never written.
+    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+
+
+def checksum(path: Path) -> str:
+    """Digest of a file's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

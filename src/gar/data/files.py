@@ -1,0 +1,187 @@
+"""Local files as tables: CSV, TSV, JSONL and Parquet, each also gzipped.
+
+The line numbers are those of the file, so that a message about a row can be followed with an editor.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from gar.data.rows import Row, Table
+from gar.errors import UserError, nearest
+
+# The csv module refuses fields above 128 KiB by default; whole documents are legitimate texts.
+csv.field_size_limit(2**31 - 1)
+
+
+def open_table(path: str | Path) -> Table:
+    """The rows of a local file, read lazily; its format follows from its name."""
+    path = Path(path).expanduser()
+    reader = _READERS[file_format(path)]
+    if not path.is_file():
+        raise _missing(path)
+    return reader(path)
+
+
+def file_format(path: Path) -> str:
+    """``".csv"`` for ``x.csv`` and ``x.csv.gz``."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes[-1:] == [".gz"]:
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix not in _READERS:
+        found = f"unknown extension {suffix!r}" if suffix else "no extension"
+        known = ", ".join(_READERS)
+        raise UserError(f"{path}: {found}; expected one of {known}, each also .gz{nearest(suffix, _READERS)}")
+    return suffix
+
+
+def _missing(path: Path) -> UserError:
+    if path.is_dir():
+        return UserError(f"{path}: is a directory, expected a file")
+    if not path.parent.is_dir():
+        return UserError(f"{path}: no such file; the directory {path.parent} does not exist")
+    siblings = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.is_file())
+    return UserError(f"{path}: no such file{nearest(path.name, siblings)}")
+
+
+def _csv(path: Path) -> Table:
+    return _delimited(path, _csv_cells(path))
+
+
+def _tsv(path: Path) -> Table:
+    # Quote marks in a TSV are text: GLUE's files have unbalanced ones.
+    lines = ((number, line.rstrip("\r\n")) for number, line in _lines(path))
+    return _delimited(path, ((number, line.split("\t")) for number, line in lines if line))
+
+
+def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    start = 1  # a quoted field may span lines; a row is named by its first
+    try:
+        for cells in reader:
+            if cells:
+                yield start, cells
+            start = reader.line_num + 1
+    except csv.Error as error:
+        reason = "a quoted field is never closed" if "unexpected end" in str(error) else str(error)
+        raise UserError(f"{path}, line {start}: not valid CSV ({reason})") from None
+
+
+def _delimited(path: Path, cells: Iterator[tuple[int, list[str]]]) -> Table:
+    _, header = next(cells, (0, []))
+    if not header:
+        raise UserError(f"{path}: is empty; expected a header line and one example a line")
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise UserError(f"{path}, line 1: column {repeated[0]!r} stands twice in the header")
+
+    def rows() -> Iterator[Row]:
+        for number, values in cells:
+            if len(values) != len(header):
+                raise UserError(
+                    f"{path}, line {number}: {_fields(len(values))}, expected {len(header)} as in the header"
+                )
+            yield number, dict(zip(header, values, strict=True))
+
+    return Table(str(path), rows(), tuple(header))
+
+
+def _fields(n: int) -> str:
+    return "1 field" if n == 1 else f"{n} fields"
+
+
+def _jsonl(path: Path) -> Table:
+    def rows() -> Iterator[Row]:
+        for number, line in _lines(path):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})"
+                ) from None
+            if not isinstance(value, dict):
+                raise UserError(
+                    f"{path}, line {number}: found a JSON {type(value).__name__}, expected an object a line"
+                )
+            yield number, value
+
+    return Table(str(path), rows())
+
+
+def _parquet(path: Path) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def readable(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a readable Parquet file ({_first_line(error)})") from None
+
+    file = readable(lambda: pq.ParquetFile(io.BytesIO(_bytes(path)) if _gzipped(path) else path))
+
+    def rows() -> Iterator[Row]:
+        number = 0
+        batches = file.iter_batches()
+        while (batch := readable(lambda: next(batches, None))) is not None:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+    return Table(str(path), rows(), tuple(file.schema_arrow.names), unit="row")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their endings, decoded one by one so that a bad byte has a line number."""
+    with _open(path) as file:
+        for number, raw in enumerate(_guard_gzip(path, file), start=1):
+            try:
+                # utf-8-sig: spreadsheets put a byte order mark before the header.
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                found = f"byte 0x{raw[error.start]:02x} at position {error.start}"
+                raise UserError(f"{path}, line {number}: not UTF-8 ({found}); expected UTF-8 text") from None
+
+
+def _bytes(path: Path) -> bytes:
+    with _open(path) as file:
+        return b"".join(_guard_gzip(path, file))
+
+
+def _gzipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return cast(BinaryIO, gzip.open(path, "rb")) if _gzipped(path) else path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened ({error.strerror})") from None
+
+
+def _guard_gzip(path: Path, lines: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a readable gzip file ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+_READERS: dict[str, Callable[[Path], Table]] = {
+    ".csv": _csv,
+    ".tsv": _tsv,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,214 @@
+"""From a configuration, or just a name, to tasks in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from gar.config import MixtureConfig, TaskConfig
+from gar.data import bigbench, hub
+from gar.data.files import open_table
+from gar.data.paths import cache_root
+from gar.data.permutation import fixed_permutation
+from gar.data.registry import (
+    RegisteredTask,
+    find_mixture,
+    find_task,
+    is_task,
+    registry,
+    unknown_mixture,
+    unknown_name,
+)
+from gar.data.rows import Recipe, Table, build_task
+from gar.data.task import Mixture, Split, Task
+from gar.errors import UserError, nearest
+
+
+def load(
+    what: str | TaskConfig | Sequence[str | TaskConfig],
+    *,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    batch_size: int = 32,
+    group_size: int = 8,
+    max_train_examples: int | None = None,
+    max_validation_examples: int | None = None,
+) -> Mixture:
+    """A mixture by name (``"five"``), or from registered task names and task descriptions of one's own."""
+    name = find_mixture(what) if isinstance(what, str) else None
+    if isinstance(what, str) and not name and not is_task(what):
+        raise unknown_name(what)
+    tasks = (what,) if isinstance(what, str | TaskConfig) else tuple(what)
+    config = MixtureConfig(
+        name=name,
+        tasks=() if name else tasks,
+        batch_size=batch_size,
+        group_size=group_size,
+        max_train_examples=max_train_examples,
+        max_validation_examples=max_validation_examples,
+    )
+    return load_mixture(config, data_dir=data_dir, cache_dir=cache_dir)
+
+
+def load_mixture(
+    config: MixtureConfig, *, data_dir: str | Path | None = None, cache_dir: str | Path | None = None
+) -> Mixture:
+    """Read and check every task of a mixture. The first problem is a :class:`~gar.errors.UserError`."""
+    name, entries = resolve(config)
+    tasks = tuple(
+        load_task(
+            entry,
+            data_dir=data_dir,
+            cache_dir=cache_dir,
+            max_train_examples=config.max_train_examples,
+            max_validation_examples=config.max_validation_examples,
+        )
+        for entry in entries
+    )
+    notes = tuple(note for task in tasks for note in task.notes)
+    return Mixture(name, tasks, config.batch_size, config.group_size, notes)
+
+
+def resolve(config: MixtureConfig) -> tuple[str, tuple[RegisteredTask | TaskConfig, ...]]:
+    """The mixture's name and its tasks, nothing read yet. Without a name it is the task names joined by +."""
+    registered = find_mixture(config.name) if config.name else None
+    if registered and config.tasks:
+        raise UserError(
+            f"mixture.name {registered!r} is a registered mixture with its own tasks; "
+            "leave mixture.tasks out or choose another name"
+        )
+    if config.name and not registered and not config.tasks:
+        raise unknown_mixture(config.name)
+    tasks = registry().mixtures[registered] if registered else config.tasks
+    if not tasks:
+        raise UserError(
+            "mixture has no tasks; set mixture.tasks, or mixture.name to a registered one, e.g. five"
+        )
+    entries = tuple(find_task(task) if isinstance(task, str) else task for task in tasks)
+    names = [entry.name for entry in entries]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"mixture.tasks: two tasks are named {repeated[0]!r}; expected distinct names")
+    return registered or config.name or "+".join(names), entries
+
+
+def load_task(
+    task: str | TaskConfig | RegisteredTask,
+    *,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    max_train_examples: int | None = None,
+    max_validation_examples: int | None = None,
+) -> Task:
+    """Read and check one task.
+
+    ``data_dir`` replaces the hub by ``DIR/<task>/{train,validation}.jsonl[.gz]``. The maxima take the first
+    examples of a fixed shuffle, so a smaller sample is part of a larger one.
+    """
+    entry = find_task(task) if isinstance(task, str) else task
+    directory = None if data_dir is None else Path(data_dir).expanduser()
+    if isinstance(entry, TaskConfig):
+        loaded = _load_own(entry, directory)
+    else:
+        loaded = _load_registered(entry, directory, cache_root(cache_dir))
+    return dataclasses.replace(
+        loaded,
+        train=_sample(loaded.train, max_train_examples, f"{loaded.name}/train"),
+        validation=_sample(loaded.validation, max_validation_examples, f"{loaded.name}/validation"),
+    )
+
+
+def _load_registered(task: RegisteredTask, data_dir: Path | None, cache: Path) -> Task:
+    recipe = task.recipe()
+    if task.hub is None:
+        train, validation = bigbench.open_splits(task, cache)
+        return build_task(recipe, [train], [validation])
+    if data_dir is not None:
+        return _load_data_dir(recipe, data_dir)
+    hub_id, columns = task.hub, recipe.columns
+    tables = {
+        split: hub.open_split(hub_id, task.config, split, columns)[0]
+        for split in (*task.train, *task.validation)
+    }
+    return build_task(
+        recipe, [tables[split] for split in task.train], [tables[split] for split in task.validation]
+    )
+
+
+def _load_own(task: TaskConfig, data_dir: Path | None) -> Task:
+    recipe = _own_recipe(task)
+    if task.hub is None:
+        return _load_files(task, recipe)
+    if task.train is not None or task.validation is not None:
+        raise UserError(f"task {task.name!r}: has both files and hub {task.hub!r}; expected one of them")
+    if data_dir is not None:
+        return _load_data_dir(recipe, data_dir)
+    train, classes = hub.open_split(task.hub, task.hub_config, task.train_split, recipe.columns)
+    validation, _ = hub.open_split(task.hub, task.hub_config, task.validation_split, recipe.columns)
+    return build_task(_with_hub_classes(recipe, classes.get(task.label)), [train], [validation])
+
+
+def _load_files(task: TaskConfig, recipe: Recipe) -> Task:
+    if task.train is None:
+        raise UserError(f"task {task.name!r}: no training data; set train to a file or hub to a data set id")
+    if task.validation is None:
+        raise UserError(f"task {task.name!r}: no validation split; set validation to a file")
+    if Path(task.train).expanduser().resolve() == Path(task.validation).expanduser().resolve():
+        raise UserError(f"task {task.name!r}: train and validation are one file, {task.train}; expected two")
+    return build_task(recipe, [open_table(task.train)], [open_table(task.validation)])
+
+
+def _load_data_dir(recipe: Recipe, data_dir: Path) -> Task:
+    train, validation = (_data_dir_table(data_dir, recipe.name, split) for split in ("train", "validation"))
+    return build_task(recipe, [train], [validation])
+
+
+def _data_dir_table(data_dir: Path, task: str, split: str) -> Table:
+    if not data_dir.is_dir():
+        raise UserError(
+            f"{data_dir}: no such directory; expected <task>/{{train,validation}}.jsonl[.gz] in it"
+        )
+    folder = data_dir / task
+    if not folder.is_dir():
+        present = sorted(child.name for child in data_dir.iterdir() if child.is_dir())
+        raise UserError(f"{folder}: no such directory for task {task!r}{nearest(task, present)}")
+    for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
+        if (folder / name).is_file():
+            return open_table(folder / name)
+    present = sorted(child.name for child in folder.iterdir())
+    raise UserError(
+        f"{folder}: task {task!r} has no {split} split; expected {split}.jsonl or {split}.jsonl.gz, "
+        f"found {', '.join(present) or 'nothing'}"
+    )
+
+
+def _own_recipe(task: TaskConfig) -> Recipe:
+    columns = (task.text,) if isinstance(task.text, str) else task.text
+    if task.labels is not None and len(set(task.labels)) < max(2, len(task.labels)):
+        raise UserError(
+            f"task {task.name!r}: labels are {list(task.labels)}; expected two or more, all distinct"
+        )
+    return Recipe(
+        name=task.name,
+        text=tuple((column,) for column in columns),
+        label=task.label,
+        labels=task.labels,
+        drop_empty=task.drop_empty,
+    )
+
+
+def _with_hub_classes(recipe: Recipe, classes: tuple[str, ...] | None) -> Recipe:
+    if classes is None:
+        return recipe
+    if recipe.labels is not None and len(recipe.labels) != len(classes):
+        hub_names = ", ".join(classes)
+        raise UserError(
+            f"task {recipe.name!r}: {len(recipe.labels)} declared labels, but the hub's are {hub_names}"
+        )
+    return dataclasses.replace(recipe, labels=recipe.labels or classes, hub_codes=True)
+
+
+def _sample(split: Split, maximum: int | None, name: str) -> Split:
+    if maximum is None or maximum >= len(split):
+        return split
+    return split.select(fixed_permutation(len(split), name)[:maximum])

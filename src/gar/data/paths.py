@@ -1,0 +1,11 @@
+"""Where downloads and caches live."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_root(directory: str | Path | None = None) -> Path:
+    """The cache directory, which need not exist yet: the given one, ``$GAR_CACHE`` or ``~/.cache/gar``."""
+    return Path(directory or os.environ.get("GAR_CACHE") or "~/.cache/gar").expanduser()

@@ -1,0 +1,128 @@
+"""Whose gradients the experts receive, and how they agree.
+
+``gradients`` [T, E, d] holds for each task and expert the mean over the task's groups of the gradient with
+respect to that expert's own parameters; ``norms`` [T, E] holds its lengths. Cosines do not depend on the
+scale of a gradient; a cosine with a zero gradient is 0. For large d, give Gram matrices instead: the value is
+the same. ``gradients`` is read one expert at a time, so that float64 copies stay small.
+Paper: appendix "Metric Definitions and Aggregation".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gar.metrics._arrays import Floats, Values, array, check_shape, non_negative, real
+
+MASS_FLOOR = 1e-12  # an expert with no more total gradient mass than this has purity 0
+
+
+def gradient_mass_purity(norms: Values) -> float:
+    """Mean over experts of ``max_t ||g_te|| / sum_t' ||g_t'e||``; ``norms`` [T, E].
+
+    Range: 0 to 1; at least ``1/T`` when every expert receives gradient. Source: paper, "Gradient-mass expert
+    purity".
+
+    Degenerate: an expert whose total is at most 1e-12 counts 0 and stays in the mean, so idle experts lower
+    the value; one task gives the share of the experts above that floor.
+
+    >>> gradient_mass_purity([[3.0, 0.0], [1.0, 0.0]])  # (0.75 + 0) / 2
+    0.375
+    """
+    mass = non_negative(norms, "norms", "T", "E")
+    with np.errstate(over="ignore"):
+        live = mass.sum(0) > MASS_FLOOR
+    top = np.where(live, mass.max(0), 1.0)
+    return float(np.mean(np.where(live, 1 / np.maximum((mass / top).sum(0), 1.0), 0.0)))
+
+
+def intra_expert_coherence(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Expert mean of the mean cosine over all task pairs; ``gradients`` [T, E, d] or ``gram`` [E, T, T].
+
+    ``gram[e]`` holds the inner products of expert e's task gradients. Range: ``-1/(T-1)`` to 1. Source:
+    paper, "Gradient cosine diagnostics".
+
+    Degenerate: a pair with a zero gradient counts 0 and stays in the mean; one task (no pair) gives 0.
+
+    >>> intra_expert_coherence([[[1.0, 0.0]], [[2.0, 0.0]], [[0.0, 0.0]]])  # 1 of 3 pairs is active
+    0.3333333333333333
+    >>> intra_expert_coherence(gram=[[[1.0, 2.0, 0.0], [2.0, 4.0, 0.0], [0.0, 0.0, 0.0]]])
+    0.3333333333333333
+    """
+    if gram is not None:
+        _one_of(gradients)
+        blocks = real(gram, "gram", "E", "T", "T")
+        return float(np.mean([_pair_mean(_cosines_of_gram(block)) for block in blocks]))
+    host = _probe(gradients)
+    return float(np.mean([_pair_mean(_cosine_matrix(_expert(host, e))) for e in range(host.shape[1])]))
+
+
+def inter_expert_similarity(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Mean cosine over expert pairs of ``gbar_e = mean_t g_te``; ``gradients`` [T, E, d] or ``gram`` [E, E].
+
+    ``gram`` holds the inner products of the ``gbar_e``. All experts share one parameter template, so their
+    gradients are compared entry by entry. Range: ``-1/(E-1)`` to 1. Source: paper, "Gradient cosine
+    diagnostics".
+
+    Degenerate: a pair with a zero ``gbar`` counts 0 and stays in the mean; one expert (no pair) gives 0.
+
+    >>> inter_expert_similarity([[[1.0, 0.0], [1.0, 1.0]], [[1.0, 0.0], [1.0, -1.0]]])
+    1.0
+    >>> inter_expert_similarity(gram=[[4.0, 0.0], [0.0, 9.0]])
+    0.0
+    """
+    if gram is not None:
+        _one_of(gradients)
+        return _pair_mean(_cosines_of_gram(real(gram, "gram", "E", "E")))
+    host = _probe(gradients)
+    means = []
+    for e in range(host.shape[1]):
+        block = _expert(host, e)
+        means.append((block / (np.abs(block).max() or 1.0)).mean(0))
+    return _pair_mean(_cosine_matrix(np.stack(means)))
+
+
+def _one_of(gradients: Values | None) -> None:
+    if gradients is not None:
+        raise ValueError("give either gradients or gram=, not both")
+
+
+def _probe(gradients: Values | None) -> Any:
+    """Checked for shape only and, when it is a tensor, left where it is."""
+    if gradients is None:
+        raise ValueError("give the observations as gradients [T, E, d] or their products as gram=")
+    host = gradients if hasattr(gradients, "detach") else array(gradients)
+    check_shape(host, "gradients", "T", "E", "d")
+    return host
+
+
+def _expert(host: Any, e: int) -> Floats:
+    return real(host[:, e], "gradients", "T", "d")
+
+
+def _cosine_matrix(rows: Floats) -> Floats:
+    """Cosines [n, n] between ``rows`` [n, d]; 0 with a zero row. No square under- or overflows."""
+    scale = np.abs(rows).max(1, keepdims=True)
+    unit = rows / np.where(scale > 0, scale, 1.0)
+    length = np.sqrt((unit * unit).sum(1, keepdims=True))
+    unit /= np.where(length > 0, length, 1.0)
+    return np.clip(unit @ unit.T, -1.0, 1.0)
+
+
+def _cosines_of_gram(gram: Floats) -> Floats:
+    """As :func:`_cosine_matrix`, from inner products [n, n]; rounding below zero on the diagonal is zero."""
+    if gram.shape[0] != gram.shape[1]:
+        raise ValueError(f"gram must be square in its last two axes, got {gram.shape[0]} x {gram.shape[1]}")
+    squares = np.diagonal(gram)
+    if squares.min() < -1e-6 * np.abs(squares).max():
+        raise ValueError(f"gram must have squared lengths on its diagonal, got {squares.min():g}")
+    live = squares > 0
+    length = np.sqrt(np.where(live, squares, 1.0))
+    cosines = np.where(np.outer(live, live), gram, 0.0) / length[:, None] / length
+    return np.clip(cosines, -1.0, 1.0)
+
+
+def _pair_mean(cosines: Floats) -> float:
+    n = len(cosines)
+    return float(cosines[np.triu_indices(n, 1)].mean()) if n > 1 else 0.0

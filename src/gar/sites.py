@@ -1,0 +1,207 @@
+"""Which module of which architecture is the final FFN, and what to read around it (specification, section 3).
+
+A backbone's own forward runs unchanged; two read-only hooks take what the expert site needs:
+
+* ``x``, the input of the final FFN: the routing input and the experts' input;
+* ``base``, what the (gated sum of the) experts is added to, before the module called ``tail``.
+
+The output of the site is ``tail(base + experts(x))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gar.errors import UserError
+
+SiteName = Literal["lora_ffn", "full_ffn", "lora_head"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Module paths; those of a layer are relative to it, ``final_norm`` is relative to the model."""
+
+    layers: str
+    ffn_input: str
+    first: tuple[str, ...]
+    activation: str
+    second: str
+    #: Post-norm: the norm behind the FFN's residual sum. None for pre-norm models.
+    post_norm: str | None = None
+    #: Post-norm, when the FFN module already contains its own residual and norm (BERT's ``output``).
+    output: str | None = None
+    #: Pre-norm: the norm before the FFN (its input is the residual) and the norm after the last layer.
+    pre_norm: str | None = None
+    final_norm: str | None = None
+    #: Dropout between the FFN and its residual sum.
+    dropout: str | None = None
+
+
+_BERT = Architecture(
+    layers="encoder.layer",
+    ffn_input="intermediate",
+    first=("intermediate.dense",),
+    activation="intermediate.intermediate_act_fn",
+    second="output.dense",
+    post_norm="output.LayerNorm",
+    output="output",
+    dropout="output.dropout",
+)
+_DISTILBERT = Architecture(
+    layers="transformer.layer",
+    ffn_input="ffn",
+    first=("ffn.lin1",),
+    activation="ffn.activation",
+    second="ffn.lin2",
+    post_norm="output_layer_norm",
+    dropout="ffn.dropout",
+)
+_MODERNBERT = Architecture(
+    layers="layers",
+    ffn_input="mlp",
+    first=("mlp.Wi",),
+    activation="mlp.act",
+    second="mlp.Wo",
+    pre_norm="mlp_norm",
+    final_norm="final_norm",
+)
+_LLAMA = Architecture(
+    layers="layers",
+    ffn_input="mlp",
+    first=("mlp.gate_proj", "mlp.up_proj"),
+    activation="mlp.act_fn",
+    second="mlp.down_proj",
+    pre_norm="post_attention_layernorm",
+    final_norm="norm",
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta", "deberta-v2"), _BERT),
+    "distilbert": _DISTILBERT,
+    "modernbert": _MODERNBERT,
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), _LLAMA),
+}
+
+
+def architecture(model: PreTrainedModel) -> Architecture:
+    """The entry of a loaded model, or the reason why it is not supported."""
+    kind = model.config.model_type
+    if kind == "albert":
+        raise UserError(
+            "backbone is of type albert: its layers share one FFN, so experts in the final layer would sit in "
+            "every layer; expected an encoder with its own final FFN"
+        )
+    if kind not in ARCHITECTURES:
+        raise UserError(f"backbone is of type {kind}: not supported; expected one of {', '.join(ARCHITECTURES)}")
+    entry = ARCHITECTURES[kind]
+    try:
+        layer = last_layer(model, entry)
+        for path in (entry.ffn_input, *entry.first, entry.second):
+            layer.get_submodule(path)
+    except (AttributeError, IndexError) as error:
+        raise UserError(f"backbone of type {kind} does not have the expected layers: {error}") from None
+    return entry
+
+
+def last_layer(model: nn.Module, entry: Architecture) -> nn.Module:
+    """The final transformer layer."""
+    layers = model.get_submodule(entry.layers)
+    assert isinstance(layers, nn.ModuleList)
+    return layers[-1]
+
+
+class Capture:
+    """Reads ``x`` and ``base`` while the backbone runs; holds nothing afterwards."""
+
+    def __init__(self, model: PreTrainedModel, entry: Architecture, site: SiteName) -> None:
+        layer = last_layer(model, entry)
+        self._input = layer.get_submodule(entry.ffn_input)
+        self._residual: nn.Module | None
+        if site == "full_ffn":
+            # The experts replace the FFN: base is the residual alone (x itself after a post-norm attention).
+            self._residual = layer.get_submodule(entry.pre_norm) if entry.pre_norm else self._input
+        elif entry.output is not None:
+            self._residual = None  # the FFN module returns normalised states: base is the model's output
+        else:
+            self._residual = site_tail(model, entry, site)
+
+    def run(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """``(x, base)`` of one backbone forward that returns the last hidden state."""
+        seen: dict[nn.Module, Tensor] = {}
+
+        def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen[module] = args[0]
+
+        watched = {self._input, *([self._residual] if self._residual is not None else [])}
+        handles = [module.register_forward_pre_hook(read) for module in watched]
+        try:
+            last = forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen[self._input], last if self._residual is None else seen[self._residual]
+
+
+def site_tail(model: PreTrainedModel, entry: Architecture, site: SiteName) -> nn.Module | None:
+    """The module applied after adding the experts' output, or None."""
+    if entry.final_norm is not None:
+        return model.get_submodule(entry.final_norm)
+    if entry.output is not None and site != "full_ffn":
+        return None
+    assert entry.post_norm is not None
+    return last_layer(model, entry).get_submodule(entry.post_norm)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """The pretrained final FFN, to start the experts from."""
+
+    first: list[nn.Linear]
+    second: nn.Linear
+    activation: Callable[[Tensor], Tensor]
+    dropout: float
+
+
+def dense_ffn(model: PreTrainedModel, entry: Architecture) -> DenseFFN:
+    """The parts of the final FFN."""
+    layer = last_layer(model, entry)
+    first = [layer.get_submodule(path) for path in entry.first]
+    second = layer.get_submodule(entry.second)
+    parent, _, name = entry.activation.rpartition(".")
+    activation = getattr(layer.get_submodule(parent), name)
+    dropout = layer.get_submodule(entry.dropout) if entry.dropout else None
+    return DenseFFN(first, second, activation, float(getattr(dropout, "p", 0.0)))  # type: ignore[arg-type]
+
+
+class _PassFirst(nn.Module):
+    """Stands where the replaced FFN was, so that the backbone's own forward computes nothing there."""
+
+    def forward(self, states: Tensor, *residual: Tensor) -> Tensor:
+        return residual[0] if residual else states
+
+
+def remove_dense_ffn(model: PreTrainedModel, entry: Architecture) -> None:
+    """Take the final FFN's weights out of the backbone, with BERT's norm behind it (the site's tail)."""
+    layer = last_layer(model, entry)
+    setattr(layer, entry.ffn_input, _PassFirst())
+    if entry.output is not None:
+        setattr(layer, entry.output, _PassFirst())
+
+
+def pool(states: Tensor, mask: Tensor, how: Literal["mean", "first", "last"]) -> Tensor:
+    """[B, L, d] to [B, d] over non-padding tokens; padding may stand on either side."""
+    if how == "mean":
+        weight = mask.to(states.dtype).unsqueeze(-1)
+        return (states * weight).sum(1) / weight.sum(1).clamp(min=1)
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    if how == "first":
+        index = torch.where(mask, positions, mask.shape[1] - 1).min(1).values
+    else:
+        index = torch.where(mask, positions, 0).max(1).values
+    return states[torch.arange(len(states), device=states.device), index]

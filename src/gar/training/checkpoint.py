@@ -1,0 +1,111 @@
+"""Checkpoints: atomic, checksummed, the last few kept; never pickled.
+
+``checkpoints/00000200/`` holds model.safetensors, optimizer.safetensors and state.json; state.json carries the
+checksums of the other two and its own, and the directory is renamed into place when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gar.data.cache import checksum
+from gar.errors import UserError
+from gar.model import MultiTaskModel
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save(
+    root: Path, update: int, model: MultiTaskModel, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int
+) -> Path:
+    """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`."""
+    target = root / f"{update:08d}"
+    working = root / f".{update:08d}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir()
+        save_file(model.owned_state(), working / MODEL)
+        save_file(_optimizer_tensors(optimizer), working / OPTIMIZER)
+        files = {name: checksum(working / name) for name in (MODEL, OPTIMIZER)}
+        state = {"update": update, "facts": facts, "files": files}
+        (working / STATE).write_text(json.dumps({**state, "digest": _digest(state)}), encoding="utf-8")
+        for path in working.iterdir():
+            _sync(path)
+        _sync(working)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(working, target)
+        _sync(root)
+    except OSError as error:
+        shutil.rmtree(working, ignore_errors=True)
+        raise UserError(
+            f"{target}: the checkpoint could not be written ({error.strerror or error}); earlier ones are kept"
+        ) from error
+    for old in _complete(root)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def load(
+    root: Path, model: MultiTaskModel, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Restore the newest intact checkpoint; its ``{"update", "facts"}``, or None without any.
+
+    A damaged one is passed over with a line that says so.
+    """
+    for path in reversed(_complete(root)):
+        try:
+            state = json.loads((path / STATE).read_text(encoding="utf-8"))
+            digest = state.pop("digest")
+            if digest != _digest(state) or any(checksum(path / n) != c for n, c in state["files"].items()):
+                raise ValueError("its checksum differs")
+            tensors, moments = load_file(path / MODEL), load_file(path / OPTIMIZER)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warn(f"checkpoint {path} is damaged ({error}); trying the one before it")
+            continue
+        model.load_owned_state(tensors, str(path / MODEL))
+        _restore(optimizer, moments)
+        return {"update": state["update"], "facts": state["facts"]}
+    return None
+
+
+def _complete(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("[0-9]*") if path.is_dir()) if root.is_dir() else []
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{index}.{name}": value.detach().clone().contiguous()
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    states: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        states.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
