@@ -29,7 +29,7 @@ _EXPORTS = {
     "train": "gar.training",
     "evaluate": "gar.evaluation",
 }
-_MODULES = ("data", "methods", "metrics", "nn")
+_MODULES = ("config", "data", "methods", "metrics", "nn", "training")
 
 if TYPE_CHECKING:
     from gar import data, methods, metrics, nn

@@ -27,6 +27,6 @@ def nearest(name: object, known: Iterable[object]) -> str:
 
 def one_of(what: str, name: object, known: Iterable[object]) -> UserError:
     """An error for a name that is none of the known ones, with the nearest of them."""
-    known = [str(k) for k in known]
-    shown = ", ".join(known) if len(known) <= 24 else ", ".join(known[:24]) + ", …"
-    return UserError(f"{what}: unknown name {str(name)!r}; expected one of {shown}{nearest(name, known)}")
+    names = [str(k) for k in known]
+    shown = ", ".join(names) if len(names) <= 24 else ", ".join(names[:24]) + ", …"
+    return UserError(f"{what}: unknown name {str(name)!r}; expected one of {shown}{nearest(name, names)}")

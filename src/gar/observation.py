@@ -78,7 +78,7 @@ class Grouping:
         """``sum_i left_i right_i^T`` over the units of each group, [M, p, q] (or [M, p] for a bias)."""
         if factors.right is None:
             return self.sum(factors.left.sum(1))
-        left, right = (self.gather(side).flatten(1, 2) for side in factors)
+        left, right = self.gather(factors.left).flatten(1, 2), self.gather(factors.right).flatten(1, 2)
         return left.transpose(1, 2) @ right
 
 

@@ -109,6 +109,12 @@ def architecture(model: PreTrainedModel) -> Architecture:
     return entry
 
 
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """``model.get_submodule`` (transformers overrides its type)."""
+    found: nn.Module = model.get_submodule(path)
+    return found
+
+
 def last_layer(model: nn.Module, entry: Architecture) -> nn.Module:
     """The final transformer layer."""
     layers = model.get_submodule(entry.layers)
@@ -151,7 +157,7 @@ class Capture:
 def site_tail(model: PreTrainedModel, entry: Architecture, site: SiteName) -> nn.Module | None:
     """The module applied after adding the experts' output, or None."""
     if entry.final_norm is not None:
-        return model.get_submodule(entry.final_norm)
+        return module_at(model, entry.final_norm)
     if entry.output is not None and site != "full_ffn":
         return None
     assert entry.post_norm is not None

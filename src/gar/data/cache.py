@@ -93,7 +93,7 @@ def key_of(facts: Mapping[str, Any], tokens: TokenizedSplit) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps({"version": VERSION, **facts}, sort_keys=True).encode())
     for array in (tokens.ids, tokens.offsets, tokens.types):
-        digest.update(b"\0" if array is None else memoryview(np.ascontiguousarray(array)).cast("B"))
+        digest.update(b"\0" if array is None else np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
 

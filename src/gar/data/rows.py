@@ -123,19 +123,41 @@ def _check_columns(recipe: Recipe, table: Table) -> None:
 
 def _read(recipe: Recipe, table: Table) -> Iterator[_Example]:
     for number, row in table.rows:
-        try:
-            texts = {column: row[column] for segment in recipe.text for column in segment}
-            label = row[recipe.label]
-        except KeyError as error:
-            raise _no_column(f"{table.source}, line {number}", "key", error.args[0], row) from None
-        for column, text in texts.items():
-            if _is_null(text):
-                texts[column] = ""
-            elif not isinstance(text, str):
-                where = f"{table.source}, {table.unit} {number}"
-                raise UserError(f"{where}: column {column!r} holds {_shown(text)}, expected a string")
-        segments = tuple(_join(texts[column] for column in segment) for segment in recipe.text)
-        yield _Example(table, number, segments, _label_name(table, number, recipe.label, label))
+        segments = _segments(recipe.text, table, number, row)
+        if recipe.label not in row:
+            raise _no_column(f"{table.source}, line {number}", "key", recipe.label, row)
+        yield _Example(table, number, segments, _label_name(table, number, recipe.label, row[recipe.label]))
+
+
+def _segments(text: tuple[Segment, ...], table: Table, number: int, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The one or two texts of a row; a missing key or a value that is no string is refused, null is empty."""
+    texts: dict[str, str] = {}
+    for column in (column for segment in text for column in segment):
+        if column not in row:
+            raise _no_column(f"{table.source}, line {number}", "key", column, row)
+        value = row[column]
+        if not isinstance(value, str) and not _is_null(value):
+            where = f"{table.source}, {table.unit} {number}"
+            raise UserError(f"{where}: column {column!r} holds {_shown(value)}, expected a string")
+        texts[column] = value if isinstance(value, str) else ""
+    return tuple(_join(texts[column] for column in segment) for segment in text)
+
+
+def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] | None]:
+    """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs if it has two."""
+    segments: tuple[Segment, ...] = tuple(tuple(field.split(": ")) for field in text)
+    if table.columns is not None:
+        for column in (column for segment in segments for column in segment):
+            if column not in table.columns:
+                raise _no_column(table.source, "column", column, table.columns)
+    rows: list[tuple[str, ...]] = []
+    for number, row in table.rows:
+        rows.append(_segments(segments, table, number, row))
+        if not all(part.strip() for part in rows[-1]):
+            raise UserError(f"{table.source}, {table.unit} {number}: empty text; expected something to classify")
+    if not rows:
+        raise UserError(f"{table.source}: no rows; expected texts to classify")
+    return [row[0] for row in rows], [row[1] for row in rows] if len(segments) == 2 else None
 
 
 def _join(parts: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ class Method(BaseModel):
         """Fill ``.grad`` from one pass; the default is one ordinary backward."""
         loss = step.task_loss
         extra = self.terms(step)
-        (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
+        (loss if extra is None else loss + extra).backward()
 
     def router_loss(self, update: Update) -> Tensor | None:
         """A scalar of the whole update that depends on router parameters alone."""
@@ -69,7 +69,7 @@ class Method(BaseModel):
         """After the last pass of an update."""
         loss = self.router_loss(update)
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def to_config(self) -> dict[str, Any]:
         """``{"name": ..., hyper-parameters}``."""

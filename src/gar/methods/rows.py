@@ -62,7 +62,8 @@ def weighted_rows(rows: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _columns(rows: Tensor, width: int = 1 << 24) -> tuple[Tensor, ...]:
-    return rows.split(width, dim=1)
+    blocks: tuple[Tensor, ...] = rows.split(width, dim=1)
+    return blocks
 
 
 def _row_device(step: Pass, size: int, dtype: torch.dtype) -> torch.device:

@@ -145,11 +145,11 @@ class RoutedFFN(RoutedExperts):
         gated = len(first) == 2 or first[0].out_features == 2 * second.in_features
         bias = second.bias is not None
         moe = cls(second.out_features, second.in_features, experts, top_k, activation, gated, bias)
+        copies = {"W1": torch.cat([layer.weight for layer in first]), "W2": second.weight}
+        if bias:
+            copies |= {"b1": torch.cat([layer.bias for layer in first]), "b2": second.bias}
         moe.experts.to(second.weight.dtype)
         with torch.no_grad():
-            moe.experts.W1.copy_(torch.cat([layer.weight for layer in first]).expand_as(moe.experts.W1))
-            moe.experts.W2.copy_(second.weight.expand_as(moe.experts.W2))
-            if bias:
-                moe.experts.b1.copy_(torch.cat([layer.bias for layer in first]).expand_as(moe.experts.b1))
-                moe.experts.b2.copy_(second.bias.expand_as(moe.experts.b2))
+            for slot, dense in copies.items():
+                getattr(moe.experts, slot).copy_(dense.expand(experts, *dense.shape))
         return moe

@@ -63,8 +63,8 @@ class LoRAExperts(Experts):
         return {"A": Factors(weight * (delta @ b), x), "B": Factors(delta, weight * (x @ a.T))}
 
     def bias_proxies(self, delta: Tensor) -> Tensor:
-        low = accurate(delta) @ _stacked_up(accurate(self.B.detach()))
-        return self.scale * low.unflatten(-1, (self.count, self.rank))
+        low: Tensor = (accurate(delta) @ _stacked_up(accurate(self.B.detach()))).unflatten(-1, (self.count, self.rank))
+        return self.scale * low
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, experts={self.count}, rank={self.rank}"
@@ -74,7 +74,8 @@ def _down(x: Tensor, a: Tensor, own_input: bool) -> Tensor:
     """``A_e x`` as [..., E, r]."""
     if own_input:
         return torch.einsum("...ei,eri->...er", x, a)
-    return functional.linear(x, a.flatten(0, 1)).unflatten(-1, a.shape[:2])
+    low: Tensor = functional.linear(x, a.flatten(0, 1)).unflatten(-1, a.shape[:2])
+    return low
 
 
 def _stacked_up(b: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def fit(
             losses = run_update(model, source, groups, config.method, number, options)
             norm = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip)
             values, norm_value = finite(losses, norm, groups, names, number, model)
-            rate = scheduler.get_last_lr()[0]
+            rate = float(scheduler.get_last_lr()[0])
             optimizer.step()
             scheduler.step()
             seconds += time.perf_counter() - began
@@ -173,8 +173,8 @@ def stop_signals() -> Iterator[list[int]]:
         for which, handler in previous.items():
             signal.signal(which, handler)
 
-    for which in (signal.SIGINT, signal.SIGTERM):
-        previous[which] = signal.signal(which, note)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, note)
     try:
         yield seen
     finally:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from filelock import FileLock, Timeout
@@ -223,6 +224,13 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
         )
     except ValidationError as error:
         raise UserError(f"train: {explain(error, Config)}") from None
+
+
+def majority_shares(mixture: Mixture) -> dict[str, float]:
+    """Per task, the accuracy of always answering the most frequent validation label."""
+    return {
+        task.name: float(np.bincount(task.validation.labels).max() / len(task.validation)) for task in mixture.tasks
+    }
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -18,7 +18,7 @@ from gar.methods import Method
 from gar.methods.update import GroupWeights, Pass, Update
 from gar.model import MultiTaskModel, Output
 from gar.nn import RoutedLoRA
-from gar.observation import observe
+from gar.observation import Observed, observe
 from gar.seeds import derive_seed, generator
 from gar.training.sources import Part, Source
 
@@ -138,5 +138,5 @@ def _backbone_dropout(model: MultiTaskModel, seed: int, number: int, index: int)
         yield
 
 
-def _observing(model: MultiTaskModel, method: Method) -> contextlib.AbstractContextManager[object]:
+def _observing(model: MultiTaskModel, method: Method) -> contextlib.AbstractContextManager[Observed | None]:
     return observe(model.bank) if method.observes else contextlib.nullcontext()

@@ -1,0 +1,123 @@
+"""The command tree, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from gar import __version__
+from gar.errors import UserError, nearest
+
+# typer brings its own click or uses the installed one, by version; its public errors lead to the right classes.
+UsageError: Any = typer.BadParameter.__bases__[0]
+ClickException: Any = UsageError.__bases__[0]
+
+#: verb: (module, attribute, one line of help). Modules are imported when their verb runs, so --help is quick.
+VERBS = {
+    "quickstart": ("gar.cli.quickstart", "quickstart", "Train Baseline and GAR on five real tasks, without a model hub."),
+    "train": ("gar.cli.train", "train", "Train one multi-task model."),
+    "evaluate": ("gar.cli.evaluate", "evaluate_run", "Measure a saved model on a mixture's validation splits."),
+    "predict": ("gar.cli.predict", "predict", "Label texts with a trained model."),
+    "diagnose": ("gar.cli.diagnose", "diagnose", "See what the experts of a saved model do."),
+    "report": ("gar.cli.report", "report", "Tables and figures of any number of runs."),
+    "data": ("gar.cli.data", "app", "Registered tasks and mixtures; check a mixture's data."),
+    "presets": ("gar.cli.presets", "app", "The paper's configurations as named presets."),
+    "sweep": ("gar.cli.sweep", "app", "Run a whole suite of configurations."),
+    "search": ("gar.cli.search", "search", "Search hyperparameters by the paper's protocol."),
+    "bench": ("gar.cli.bench", "app", "Measure update times on this machine."),
+}
+
+
+class LazyVerbs(TyperGroup):
+    """Lists all verbs, imports only the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name, _listed(VERBS[cmd_name][2])) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in VERBS:
+            raise UserError(f"unknown command {name!r}{nearest(name, VERBS)}; see gar --help")
+        module, attribute, _ = VERBS[name]
+        return name, _command(name, getattr(importlib.import_module(module), attribute)), args[1:]
+
+
+def _command(name: str, target: Any) -> Any:
+    """The command behind a typer app or a plain function."""
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False)
+        single.command(name=name)(target)
+        target = single
+    command = typer.main.get_command(target)
+    command.name = name
+    return command
+
+
+def _listed(summary: str) -> Callable[[], None]:
+    """Stands for a verb in the overview."""
+
+    def verb() -> None: ...
+
+    verb.__doc__ = summary
+    return verb
+
+
+app = typer.Typer(
+    cls=LazyVerbs,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Gradient-aligned routing: one mixture-of-experts model for many text-classification tasks.",
+)
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exit codes: 0 done, 1 a failure, 2 the user's input, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of one command line."""
+    try:
+        code: Any = app(arguments, standalone_mode=False, prog_name="gar")
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _say(str(error), 2)
+    except UsageError as error:
+        return _say(_usage(error), 2)
+    except ClickException as error:
+        return _say(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        return _say(str(stop) or "interrupted", 130)
+    except Exception as error:
+        if type(error).__name__ == "TrainingFailure":  # its type lives behind the import of torch
+            return _say(str(error), 1)
+        raise
+
+
+def _say(message: str, code: int) -> int:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {message}", markup=False)
+    return code
+
+
+def _usage(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx else "gar"
+    return f"{error.format_message().rstrip('.')}; see {command} --help"

@@ -1,0 +1,72 @@
+"""``gar bench``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gar.cli.common import DeviceOption
+from gar.training.run import resolve_device
+
+app = typer.Typer(no_args_is_help=True, help="Measure update times on this machine; prints Markdown tables.")
+print_line = Console(soft_wrap=True, highlight=False, markup=False).print
+
+
+@app.command()
+def step(
+    model: Annotated[list[str] | None, typer.Option(help="Architectures; default: minilm and roberta-base.")] = None,
+    length: Annotated[int, typer.Option(help="Longest text in tokens (random, from half of it).")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed updates per line, after one warm-up.")] = 5,
+    device: DeviceOption = None,
+) -> None:
+    """Update time of Baseline, GAR one_pass and GAR per_group, cached and uncached, as ratios to Baseline."""
+    from gar.experiments.bench import ARCHITECTURES, machine, step_table
+    from gar.errors import one_of
+
+    names = model or ["minilm", "facebookai/roberta-base"]
+    for name in names:
+        if name.lower() not in ARCHITECTURES:
+            raise one_of("--model", name, ARCHITECTURES)
+    where = resolve_device(device or "auto")
+    facts = ", ".join(f"{key} {value}" for key, value in machine(where).items())
+    print_line(f"Five tasks, batches of 32 in groups of 8, up to {length} tokens; {repeats} updates a line. {facts}.\n")
+    print_line("| model | features | method | ms per update (fastest to slowest) | ratio to Baseline |")
+    print_line("|---|---|---|---|---|")
+    for name, kind, timings in step_table(names, where, length, repeats):
+        for timing in timings:
+            ratio = timing.seconds / timings[0].seconds
+            spread = f"{timing.seconds * 1e3:.1f} ({timing.fastest * 1e3:.1f} to {timing.slowest * 1e3:.1f})"
+            print_line(f"| {name} | {kind} | {timing.name} | {spread} | {ratio:.2f} |")
+
+
+@app.command()
+def presets(
+    pattern: Annotated[str, typer.Argument(help="Which presets, e.g. 'paper/roberta_head/*'.")] = "paper/*",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed updates after one warm-up.")] = 1,
+    device: DeviceOption = None,
+) -> None:
+    """One update of every preset at full model size with random weights: finite, step time, peak memory."""
+    import fnmatch
+    import gc
+
+    import torch
+
+    from gar.data.load import resolve
+    from gar.experiments.bench import machine, one_update
+    from gar.experiments.presets import find, names
+
+    where = resolve_device(device or "auto")
+    print_line(", ".join(f"{key} {value}" for key, value in machine(where).items()) + "\n")
+    print_line("| preset | seconds per update | peak GiB | finite |")
+    print_line("|---|---|---|---|")
+    for name in fnmatch.filter(names(), pattern):
+        config = find(name).config()
+        classes = [len(entry.labels or ()) or 2 for entry in resolve(config.mixture)[1]]
+        timing = one_update(config, classes, where, repeats)
+        peak = "" if timing.peak_gib is None else f"{timing.peak_gib:.2f}"
+        print_line(f"| {name} | {timing.seconds:.3f} | {peak} | {'yes' if timing.finite else 'NO'} |")
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,70 @@
+"""``gar quickstart``: the main job on real data, without a model hub."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gar import config as configuration
+from gar.cli.common import DeviceOption, Overrides, SeedOption, option_overrides, progress_hooks, read_result, result_table
+from gar.data import load_mixture
+from gar.errors import UserError
+from gar.training import train_from_config
+from gar.training.run import RESULT, majority_shares
+
+METHODS = ("baseline", "gar")
+NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
+
+
+def quickstart(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Where the two run directories go.")] = Path("runs/quickstart"),
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    again: Annotated[bool, typer.Option("--again", help="Train anew even where a finished run is there.")] = False,
+) -> None:
+    """Train Baseline and GAR on five BIG-bench tasks that pull in different directions, and compare them.
+
+    The first start downloads the tasks through pip (358 MB, of which 52 MB are kept) and computes the frozen
+    encoder's features; a second one reuses both. The encoder is the MiniLM-L6 that a package carries.
+    """
+    console = Console()
+    console.print(NOTICE, style="dim", soft_wrap=True)
+    with resources.as_file(resources.files("gar.experiments") / "quickstart.yaml") as path:
+        base = configuration.load(path, [*(overrides or []), *option_overrides(seed, device)])
+    results = []
+    mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)
+    for method in METHODS:
+        config = base if method == base.method.name else base.override({"method.name": method})
+        directory = out / f"{method}-seed{config.seed}"
+        if not again and _finished(directory, config):
+            console.print(f"{method}: finished earlier, {directory}", style="dim", markup=False, soft_wrap=True)
+        else:
+            if directory.is_dir():
+                _make_way(directory)
+            with progress_hooks(method) as hooks:
+                train_from_config(config, directory, hooks=hooks)
+        results.append(read_result(directory))
+    title = f"{mixture.name}, {results[0]['updates']} updates, seed {base.seed}"
+    console.print(result_table(results, majority_shares(mixture), title))
+    console.print("One seed: differences of this size come and go with the seed; see gar sweep for several.")
+    for method in METHODS:
+        console.print(f"{method}: {out / f'{method}-seed{base.seed}'}", markup=False, soft_wrap=True)
+
+
+def _finished(directory: Path, config: configuration.Config) -> bool:
+    """Whether the directory holds this very run, done."""
+    if not (directory / RESULT).is_file():
+        return False
+    return configuration.load(directory / "config.yaml") == config
+
+
+def _make_way(directory: Path) -> None:
+    if not (directory / "config.yaml").is_file() and any(directory.iterdir()):
+        raise UserError(f"{directory}: holds other files; expected an empty or new directory (--out)")
+    shutil.rmtree(directory)

@@ -1,0 +1,140 @@
+"""``gar search``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gar.config import Config, load_tree, parse_overrides, set_key
+from gar.data.load import resolve
+from gar.errors import UserError
+from gar.experiments.executors import LocalExecutor, StopSignals
+from gar.experiments.presets import resolve_config
+from gar.experiments.progress import View
+from gar.experiments.search import Budget, Found, space
+from gar.experiments.search import search as search_methods
+from gar.experiments.store import SWEEP
+from gar.experiments.suite import Suite, load_suite, shipped
+from gar.experiments.sweep import hold
+from gar.experiments.trials import TrialError, evaluator
+
+Bases = Callable[[str], dict[str, Any]]
+#: Path of a comparison below --out, its methods, and the configuration of each method.
+Comparison = tuple[str, list[str], Bases]
+
+
+def search(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="SUITE|FILE|MIXTURE|PRESET", help="A suite, or one configuration as for `gar train`."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Set in all candidates.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Method to search; may be repeated. Default: those of WHAT.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where candidates and choices go; start again there to go on.")
+    ] = Path("search"),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    updates: Annotated[
+        int | None,
+        typer.Option(min=1, help="Updates of a candidate, single tasks too; default: the protocol's."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz], not the hub.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+) -> None:
+    """Search hyperparameters by the paper's protocol, Baseline first; the validation split is never used.
+
+    gar search own.yaml --method gar --out search
+
+    gar search paper_head --method gar --method stgc --jobs 4
+
+    The choice of each method is OUT/<setting>/<mixture>/<method>/chosen.yaml, ready for `gar train`.
+    """
+    options = {"data_dir": None if data_dir is None else str(data_dir.resolve()), "device": device}
+    changes = {**parse_overrides(overrides or []), **{k: v for k, v in options.items() if v is not None}}
+    budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
+    comparisons = list(_comparisons(what, changes, method))
+    for _, methods, _ in comparisons:
+        for name in methods:
+            space(name)
+    console = Console()
+    try:
+        with (
+            hold(out),
+            LocalExecutor(jobs, out / SWEEP) as executor,
+            StopSignals() as stopping,
+            View(0) as view,
+        ):
+            measure = evaluator(executor, stopping, view)
+            for path, methods, bases in comparisons:
+                for found in search_methods(bases, methods, measure, out / path, seed=seed, budget=budget):
+                    view.say(f"chosen for {path}/{found.method}: accuracy {found.score:.4f} on the probe")
+                    console.print(_table(path, found))
+                    console.print(f"gar train {out / path / found.method / 'chosen.yaml'}", soft_wrap=True)
+    except TrialError as failure:
+        Console(stderr=True).print(f"error: {failure}; start again to go on", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) -> Iterator[Comparison]:
+    if not _is_suite(what):
+        config = resolve_config(what, changes)
+        name = re.sub(r"[^A-Za-z0-9._+-]", "_", resolve(config.mixture)[0])[:80]
+        setting = Path(what).stem if Path(what).suffix else config.backbone.name.rstrip("/").split("/")[-1]
+        yield (
+            f"{setting}/{name}",
+            methods or [config.method.name],
+            lambda method: _with_method(config, method),
+        )
+        return
+    suite = load_suite(what).replace(changes)
+    if suite.file.overrides:
+        raise UserError(f"{what}: has overrides, which a search does not expand; expected a suite without")
+    for setting in suite.file.settings:
+        for mixture in suite.mixtures(setting):
+            wanted = methods or suite.methods(setting, mixture)
+            yield f"{setting}/{mixture}", wanted, _suite_bases(suite, setting, mixture)
+
+
+def _is_suite(what: str) -> bool:
+    if Path(what).is_file():
+        return "settings" in load_tree(what)
+    return what in shipped()
+
+
+def _suite_bases(suite: Suite, setting: str, mixture: str) -> Bases:
+    return lambda method: suite.combination(setting, mixture, method).tree
+
+
+def _with_method(config: Config, method: str) -> dict[str, Any]:
+    tree = config.to_dict()
+    set_key(tree, "method.name", method)
+    return tree
+
+
+def _table(path: str, found: Found) -> Table:
+    table = Table(title=f"{path}/{found.method}", title_justify="left")
+    for heading in ("", "chosen", "range"):
+        table.add_column(heading)
+    where = space(found.method)
+    limits = {c.name: f"{c.low:g} … {c.high:g}, {c.scale}" for c in where.coordinates}
+    for name, value in found.values.items():
+        table.add_row(name, f"{value:.3g}", limits.get(name, "from Baseline"))
+    table.caption = f"macro accuracy {found.score:.4f} on the probe" + (
+        f"; {len(found.problems)} candidates became non-finite" if found.problems else ""
+    )
+    return table

@@ -1,0 +1,57 @@
+"""``gar train``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gar.cli.common import (
+    DataDirOption,
+    DeviceOption,
+    NoCacheOption,
+    Overrides,
+    SeedOption,
+    option_overrides,
+    progress_hooks,
+    result_table,
+)
+from gar.data import load_mixture
+from gar.experiments.presets import resolve_config
+from gar.training import train_from_config
+from gar.training.run import majority_shares
+
+
+def train(
+    what: Annotated[str, typer.Argument(metavar="FILE|MIXTURE|PRESET", help="A YAML file, a mixture or a preset.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/<mixture>-<method>-<seed>-<time>.")] = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    data_dir: DataDirOption = None,
+    no_cache: NoCacheOption = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in --out.")] = False,
+) -> None:
+    """Train one multi-task model and measure it.
+
+    gar train own.yaml method.name=gar --seed 1 --out runs/x
+
+    gar train five optimizer.updates=500 --data-dir data
+
+    gar train paper/roberta_head/five/gar
+    """
+    config = resolve_config(what, [*(overrides or []), *option_overrides(seed, device, data_dir, no_cache)])
+    if out is None:
+        stem = config.mixture.name or Path(what).stem
+        out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with progress_hooks(config.method.name) as hooks:
+        result = train_from_config(config, out, resume=resume, hooks=hooks)
+    mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    console = Console()
+    console.print(result_table([result], majority_shares(mixture), f"{mixture.name}, seed {config.seed}"))
+    for note in mixture.notes:
+        console.print("note:", note, style="dim", markup=False)
+    console.print(f"run directory: {out}", markup=False, soft_wrap=True)

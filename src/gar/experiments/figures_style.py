@@ -1,0 +1,153 @@
+"""Colours, axes and the SVG form of the figures.
+
+Colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker of its own too.
+Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure reads on light
+and dark alike.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import warnings
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK = "#1b1f24"
+STYLES = {  # method: colour, marker
+    "baseline": (INK, "o"),
+    "cagrad": ("#E69F00", "s"),
+    "gar": ("#0072B2", "D"),
+    "stgc": ("#D55E00", "^"),
+    "loadpen": ("#009E73", "v"),
+    "switchaux": ("#56B4E9", "P"),
+    "stgc_load": ("#CC79A7", "X"),
+}
+OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
+DASHES: tuple[object, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+RC = {
+    "font.size": 9,
+    "font.family": ["DejaVu Sans"],
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",
+}
+
+
+class Drawing(Figure):  # type: ignore[misc]
+    """A matplotlib figure without pyplot that notebooks show by themselves."""
+
+    def _repr_svg_(self) -> str:
+        return svg(self, "figure", "", ink=INK)
+
+
+class Panels:
+    """A grid of axes in the common style; unused cells stay empty."""
+
+    def __init__(
+        self, count: int, columns: int, width: float, height: float, extra: int = 0, **options: object
+    ) -> None:
+        columns = max(1, min(columns, count + extra))
+        rows = -(-(count + extra) // columns)
+        with matplotlib.rc_context(RC):
+            self.figure = Drawing(figsize=(width * columns, height * rows), layout="constrained")
+            self.figure.patch.set_alpha(0)
+            grid = self.figure.subplots(rows, columns, squeeze=False, **options)
+        self.axes: list[Axes] = list(grid.flat)[:count]
+        self.spare: list[Axes] = list(grid.flat)[count:]
+        for axes in self.axes:
+            dress(axes)
+        for axes in self.spare:
+            axes.set_axis_off()
+
+    def legend(self, handles: Sequence[object], labels: Sequence[str]) -> None:
+        """In the spare cells, or below."""
+        labels = [plain(label) for label in labels]
+        options = {"frameon": False, "labelcolor": INK, "fontsize": 9}
+        if self.spare:
+            self.spare[0].legend(
+                handles, labels, loc="center left", ncols=1 if len(labels) < 9 else 2, **options
+            )
+        else:
+            self.figure.legend(
+                handles, labels, loc="outside lower center", ncols=min(len(labels), 7), **options
+            )
+
+
+def dress(axes: Axes) -> None:
+    """Thin frame, light grid, everything in ink."""
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8, width=0.6)
+    axes.grid(visible=True, color=INK, alpha=0.12, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def title(axes: Axes, text: str) -> None:
+    axes.set_title(plain(text), fontsize=9, color=INK, loc="left")
+
+
+def plain(text: str) -> str:
+    """Text that is no formula, whatever dollar signs it holds."""
+    return text.replace("$", r"\$")
+
+
+def slug(text: str) -> str:
+    """A name as part of an id or attribute.
+
+    >>> slug("STGC+Load (coefficient=0.1)")
+    'stgc-load-coefficient-0-1'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, object]]:
+    """Colour, marker and line style of each ``(variant, method)``; variants of one method differ in their dashes."""
+    counts: dict[str, int] = {}
+    others = itertools.cycle(OTHER)
+    known = {method: STYLES[method] if method in STYLES else next(others) for _, method in variants}
+    chosen = {}
+    for variant, method in variants:
+        number = counts[method] = counts.get(method, -1) + 1
+        color, marker = known[method]
+        chosen[variant] = {"color": color, "marker": marker, "linestyle": DASHES[number % len(DASHES)]}
+    return chosen
+
+
+def svg(figure: Figure, ident: str, label: str, ink: str = "currentColor") -> str:
+    """The figure as an ``<svg>`` element: text stays text, all ids start with ``ident``, nothing is external.
+
+    Artists with the gid ``series:<name>`` become groups with ``data-variant="<name>"``.
+    """
+    file = io.StringIO()
+    silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({**RC, "svg.hashsalt": ident}), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is still there in the reader's font.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(file, format="svg", metadata=silent, transparent=True)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="series:([^":]+)[^"]*"', r'<g class="series" data-variant="\1"', text)
+    text = re.sub(r'\bid="', f'id="{ident}-', text)
+    text = re.sub(r"url\(#", f"url(#{ident}-", text)
+    text = re.sub(r'href="#', f'href="#{ident}-', text)
+    text = re.sub(re.escape(INK), ink, text, flags=re.IGNORECASE)
+    text = text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
+    head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">") + 1])
+    width = figure.get_figwidth() * 96
+    head = (
+        head[:-1]
+        + f' role="img" aria-label="{escape(label, {chr(34): "&quot;"})}" style="max-width:{width:.0f}px">'
+    )
+    return head + text[text.index(">") + 1 :]

@@ -1,0 +1,9 @@
+"""Every test starts from the same random state."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,858 @@
+"""Every method's gradient of every parameter against a float64 derivation, and what must not matter."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+import gar
+import oracles
+from gar.config import build
+from gar.errors import UserError
+from gar.methods import (
+    GAR,
+    REGISTRY,
+    STGC,
+    Baseline,
+    CAGrad,
+    Choices,
+    LoadPenalty,
+    Method,
+    STGCLoad,
+    SwitchAux,
+    TorchJD,
+    from_config,
+    register,
+)
+from gar.methods.cagrad import project_to_simplex
+from gar.methods.stgc import conflicts
+from gar.methods.update import GroupWeights, Pass, Update
+from gar.nn import RoutedFFN, RoutedLoRA, expert_banks
+from tiny import (
+    Batch,
+    Gradients,
+    Tiny,
+    Twin,
+    TwinOutput,
+    make_batch,
+    make_model,
+    named_gradients,
+    randomize,
+    run_passes,
+    update_gradients,
+    with_keep,
+)
+
+SITES: dict[str, dict[str, Any]] = {
+    "lora_ffn": {"site": "lora_ffn", "dropout": 0.3},
+    "lora_ffn top-1": {"site": "lora_ffn", "top_k": 1},
+    "lora_ffn per expert": {"site": "lora_ffn", "dropout": 0.3, "dropout_mask": "per_expert"},
+    "full_ffn": {"site": "full_ffn", "seed": 1},
+    "full_ffn gated top-1": {"site": "full_ffn", "top_k": 1, "gated": True, "bias": False},
+    "lora_head": {"site": "lora_head", "dropout": 0.3, "seed": 2},
+    "lora_head top-1": {"site": "lora_head", "top_k": 1},
+}
+METHODS: dict[str, Method] = {
+    "baseline": Baseline(),
+    "gar": GAR(coefficient=0.3),
+    "gar numerator_only": GAR(coefficient=0.3, objective="numerator_only"),
+    "gar entropy": GAR(coefficient=0.3, entropy_weight=0.2),
+    "stgc": STGC(coefficient=0.7),
+    "loadpen": LoadPenalty(coefficient=0.4),
+    "switchaux": SwitchAux(coefficient=0.4),
+    "stgc_load": STGCLoad(coefficient=0.7, load_coefficient=0.4),
+    "cagrad": CAGrad(c=0.4),
+    "cagrad long": CAGrad(c=0.9, inner_learning_rate=1.0, inner_steps=40),
+    "torchjd mean": TorchJD(aggregator="Mean"),
+}
+ROUTER_ONLY = ("gar", "gar numerator_only", "gar entropy", "loadpen")
+CASES = [
+    pytest.param(site, method, id=f"{site}-{method}")
+    for site in SITES
+    for method in METHODS
+    if not (site.startswith("full_ffn") and method.startswith("stgc"))
+]
+
+
+@cache
+def model_and_batch(
+    site: str, backbone: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[Tiny, Batch]:
+    model = make_model(backbone=backbone, **SITES[site]).to(dtype)
+    return model, with_keep(model, make_batch())
+
+
+@cache
+def twin_of(
+    site: str, backbone: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[Twin, TwinOutput, Tensor]:
+    """The twin, its output, and ``g_m``."""
+    twin = Twin(*model_and_batch(site, backbone, dtype))
+    return twin, twin.forward(), twin.template_gradients()
+
+
+@cache
+def package_gradients(site: str, method: str, backbone: bool = True) -> Gradients:
+    return update_gradients(*model_and_batch(site, backbone), METHODS[method])
+
+
+def same(found: Gradients, expected: Gradients, tolerance: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(
+            found[name].double(),
+            grad,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+
+
+def bitwise(found: Gradients, expected: Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+def difference(one: Gradients, other: Gradients) -> Gradients:
+    return {name: grad - other[name] for name, grad in one.items()}
+
+
+def largest(gradients: Gradients, part: str = "") -> float:
+    return max(float(g.abs().max()) for name, g in gradients.items() if part in name)
+
+
+# --------------------------------------------------------------------------------------------------
+# The expected gradients
+# --------------------------------------------------------------------------------------------------
+
+
+def task_loss(twin: Twin, out: TwinOutput) -> Tensor:
+    return oracles.task_loss(out.losses, twin.batch.v)
+
+
+def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Tensor:
+    """What the method adds to the task loss, as a float64 function of the twin's parameters."""
+    batch = twin.batch
+    sizes = [size for _, size in batch.sizes]
+    detached = twin.gates_from_detached(out.x)
+    total = torch.zeros((), dtype=torch.float64)
+    if isinstance(method, GAR):
+        normalize = method.objective == "load_normalized"
+        p = twin.group_probabilities(detached)
+        loss = oracles.alignment_loss(p, g, normalize=normalize, tau=method.entropy_weight)
+        total = total + method.coefficient * loss
+    if isinstance(method, STGC):
+        losses = stgc(twin, out)[1]
+        total = total + method.coefficient * oracles.stgc_total(batch.v, losses)
+    if isinstance(method, LoadPenalty | STGCLoad):
+        weight = method.load_coefficient if isinstance(method, STGCLoad) else method.coefficient
+        total = total + oracles.loadpen(twin.example_gates(detached), sizes, weight)
+    if isinstance(method, SwitchAux):
+        head = twin.model.site == "lora_head"
+        gates, u = (out.gates, batch.v) if head else (detached, oracles.sample_weights(sizes))
+        everything = torch.ones(len(gates))
+        total = total + oracles.switchaux(
+            gates, out.chosen, everything, out.unit_groups, u, method.coefficient, twin.top_k
+        )
+    return total
+
+
+def stgc(twin: Twin, out: TwinOutput) -> tuple[Tensor, list[Tensor]]:
+    """Conflict mask [N, E] and C_m; the derivative at every expert's output is taken as such."""
+    experts = twin.bank.experts
+    nudge = torch.zeros(*out.gates.shape, experts.B.shape[1], dtype=torch.float64, requires_grad=True)
+    (delta,) = torch.autograd.grad(task_loss(twin, twin.forward(at_outputs=nudge)), nudge)
+    B = twin.parameters[f"{twin.name}.experts.B"]
+    return oracles.stgc(
+        out.logits, out.chosen, delta, B, experts.scale, out.unit_groups, len(twin.batch.sizes)
+    )
+
+
+def expected_gradients(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Gradients:
+    if isinstance(method, CAGrad):
+        own = [twin.gradients(loss) for loss in out.losses]
+        rows = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for grads in own])
+        rows = oracles.cagrad_rows(rows, twin.batch.v)
+        direction, _ = oracles.cagrad(rows, method.c, method.inner_learning_rate, method.inner_steps)
+        parts = direction.split([grad.numel() for grad in own[0].values()])
+        return {name: part.view_as(own[0][name]) for name, part in zip(own[0], parts, strict=True)}
+    return twin.gradients(task_loss(twin, out) + auxiliary_loss(twin, out, g, method))
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize(("site", "method"), CASES)
+def test_every_gradient_equals_the_derivation(site: str, method: str, backbone: bool) -> None:
+    twin, out, g = twin_of(site, backbone)
+    found = package_gradients(site, method, backbone)
+    same(found, expected_gradients(twin, out, g, METHODS[method]))
+    assert ("embedding.weight" in found) == backbone
+    if method not in ("baseline", "torchjd mean"):
+        added = difference(found, package_gradients(site, "baseline", backbone))
+        assert largest(added, "router") > 1e-5, "a term that adds nothing would make this test empty"
+
+
+@pytest.mark.parametrize(("site", "method"), CASES)
+def test_gradients_in_float32(site: str, method: str) -> None:
+    model, batch = model_and_batch(site, dtype=torch.float32)
+    twin, out, g = twin_of(site, dtype=torch.float32)
+    found = update_gradients(model, batch, METHODS[method])
+    assert all(grad.dtype == torch.float32 for grad in found.values())
+    same(found, expected_gradients(twin, out, g, METHODS[method]), 1e-5)
+
+
+@pytest.mark.parametrize("method", [*ROUTER_ONLY, "switchaux"])
+@pytest.mark.parametrize("site", list(SITES))
+def test_where_the_auxiliary_gradient_does_not_reach(site: str, method: str) -> None:
+    """GAR, LoadPen and SwitchAux at FFN sites move the router alone; all else is Baseline to the bit."""
+    found, plain = package_gradients(site, method), package_gradients(site, "baseline")
+    moved = {name for name, grad in plain.items() if not torch.equal(found[name], grad)}
+    bank = model_and_batch(site)[0].bank_name
+    router = {f"{bank}.router.weight", f"{bank}.router.bias"}
+    at_head = method == "switchaux" and "head" in site  # takes the ordinary routing path
+    assert moved == router | ({"embedding.weight"} if at_head else set())
+
+
+@pytest.mark.parametrize(
+    ("site", "method"),
+    [
+        ("lora_ffn", "stgc"),
+        ("lora_ffn top-1", "stgc"),
+        ("lora_head", "stgc"),
+        ("lora_ffn", "stgc_load"),
+        ("lora_head", "switchaux"),
+        ("lora_head top-1", "switchaux"),
+    ],
+)
+def test_where_the_auxiliary_gradient_reaches_a_trainable_backbone(site: str, method: str) -> None:
+    added = difference(package_gradients(site, method), package_gradients(site, "baseline"))
+    assert largest(added, "embedding") > 1e-5
+    assert largest(added, "router") > 1e-5
+    others = {name: grad for name, grad in added.items() if "embedding" not in name and "router" not in name}
+    assert largest(others) < 1e-14, "experts and heads are behind the routing"
+
+
+@pytest.mark.parametrize("site", list(SITES))
+def test_per_group_observation_gives_the_same_update(site: str) -> None:
+    model, batch = model_and_batch(site)
+    for split in (None, [2, 3]):
+        slow = update_gradients(model, batch, METHODS["gar"], observation="per_group", split=split)
+        same(slow, package_gradients(site, "gar"))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("baseline", "torchjd mean")])
+def test_another_coefficient_gives_another_update(method: str) -> None:
+    """A control for the tolerances: 1 % in the coefficient shows."""
+    model, batch = model_and_batch("lora_ffn")
+    chosen = METHODS[method]
+    key = "c" if isinstance(chosen, CAGrad) else "coefficient"
+    other = chosen.model_copy(update={key: 1.01 * getattr(chosen, key)})
+    assert (
+        largest(difference(update_gradients(model, batch, other), package_gradients("lora_ffn", method)))
+        > 1e-7
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Invariances
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("site", "method"), CASES)
+def test_order_of_groups_and_examples_does_not_matter(site: str, method: str) -> None:
+    model, batch = model_and_batch(site)
+    expected = package_gradients(site, method)
+    same(update_gradients(model, batch.reordered([3, 0, 4, 2, 1]), METHODS[method]), expected)
+    shuffled = batch.rows(torch.randperm(len(batch.ids)))
+    assert not torch.equal(shuffled.groups, shuffled.groups.sort().values)
+    same(update_gradients(model, shuffled, METHODS[method]), expected)
+
+
+@pytest.mark.parametrize("split", [[1, 1, 1, 1, 1], [2, 3], [4, 1]], ids=str)
+@pytest.mark.parametrize(("site", "method"), CASES)
+def test_the_update_does_not_depend_on_its_passes(site: str, method: str, split: list[int]) -> None:
+    model, batch = model_and_batch(site)
+    same(update_gradients(model, batch, METHODS[method], split=split), package_gradients(site, method))
+
+
+@pytest.mark.parametrize(("site", "method"), CASES)
+def test_padding_to_twice_the_length_changes_nothing(site: str, method: str) -> None:
+    model, batch = model_and_batch(site)
+    found = update_gradients(model, batch.padded(2 * batch.ids.shape[1]), METHODS[method])
+    same(found, package_gradients(site, method), 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+@pytest.mark.parametrize(("site", "method"), [case for case in CASES if "entropy" not in case.id])
+def test_scaling_the_loss(site: str, method: str, scale: float) -> None:
+    """The added term scales with the square of the loss (GAR), not at all, or with it (combinations)."""
+    model, batch = model_and_batch(site)
+    unit, plain = package_gradients(site, method), package_gradients(site, "baseline")
+    found = update_gradients(model, batch, METHODS[method], scale=scale)
+    power = (
+        2 if method.startswith("gar") else 1 if method.startswith(("cagrad", "torchjd", "baseline")) else 0
+    )
+    expected = {n: scale * plain[n] + scale**power * (unit[n] - plain[n]) for n in unit}
+    # CAGrad's eps = 1e-8 is absolute in its specification.
+    same(found, expected, 1e-5 if method.startswith("cagrad") else 1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1e4, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cagrad_weights_do_not_see_the_loss_scale(scale: float, dtype: torch.dtype) -> None:
+    model, batch = model_and_batch("lora_ffn", dtype=dtype)
+    method = CAGrad(c=0.9, inner_learning_rate=1.0, inner_steps=40)
+
+    def weights(scale: float) -> tuple[Tensor, Tensor]:
+        rows = run_passes(model, model, batch, method, scale=scale).group_rows()
+        return method.weights(rows @ rows.T), rows
+
+    expected, rows = weights(1.0)
+    found, scaled = weights(scale)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(scaled / scale, rows, rtol=1e-4, atol=1e-6)
+    assert float((expected - 1 / len(expected)).abs().max()) > 1e-2, "w moved away from uniform"
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_running_twice_and_after_another_method_gives_the_same(name: str) -> None:
+    model, batch = model_and_batch("lora_ffn")
+    first = update_gradients(model, batch, METHODS[name])
+    update_gradients(model, batch, METHODS["stgc_load"])
+    bitwise(update_gradients(model, batch, METHODS[name]), first)
+
+
+class TwoSites(nn.Module):
+    """Two banks above one another, one LoRA and one FFN (or two LoRA)."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.tiny = Tiny("lora_ffn")
+        self.second = second
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = torch.tanh(self.tiny.embedding(batch.ids))
+        x = torch.tanh(x + self.tiny.experts(x, batch.mask)[0])
+        x = torch.tanh(x + self.second(x, batch.mask)[0])
+        pooled = (x * batch.mask.unsqueeze(-1)).sum(1) / batch.mask.sum(1, keepdim=True)
+        logits = self.tiny.heads[1](pooled)
+        return nn.functional.cross_entropy(logits, batch.labels, reduction="none")
+
+
+@pytest.mark.parametrize("method", ["gar", "gar entropy", "stgc", "loadpen", "switchaux", "stgc_load"])
+def test_several_sites_add_up(method: str) -> None:
+    second = (
+        RoutedLoRA(4, 4, experts=2, top_k=1, rank=1)
+        if "stgc" in method
+        else RoutedFFN(4, 3, experts=2, top_k=1)
+    )
+    model = TwoSites(second).double()
+    randomize(model)
+    batch = make_batch()
+
+    def added(*observed: nn.Module) -> Gradients:
+        run_passes(model, model, batch, METHODS[method], observed=observed)
+        return difference(named_gradients(model), plain)
+
+    run_passes(model, model, batch, Baseline())
+    plain = named_gradients(model)
+    first_only, second_only, both = added(model.tiny), added(model.second), added(model)
+    assert len(expert_banks(model)) == 2
+    assert min(largest(first_only, "router"), largest(second_only, "second.router")) > 1e-6
+    same(both, {name: first_only[name] + second_only[name] for name in both}, 1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Coefficient zero
+# --------------------------------------------------------------------------------------------------
+
+ZERO: dict[str, Method] = {
+    "gar": GAR(coefficient=0),
+    "gar numerator_only": GAR(coefficient=0, objective="numerator_only", entropy_weight=0.5),
+    "stgc": STGC(coefficient=0),
+    "loadpen": LoadPenalty(coefficient=0),
+    "switchaux": SwitchAux(coefficient=0),
+    "stgc_load": STGCLoad(coefficient=0, load_coefficient=0),
+}
+
+
+@pytest.mark.parametrize("method", list(ZERO))
+@pytest.mark.parametrize("site", list(SITES))
+def test_coefficient_zero_is_baseline_to_the_bit(site: str, method: str) -> None:
+    model, batch = model_and_batch(site)
+    assert not ZERO[method].observes, "nothing is captured"
+    for split in (None, [2, 3]):
+        plain = update_gradients(model, batch, Baseline(), split=split)
+        bitwise(update_gradients(model, batch, ZERO[method], split=split), plain)
+    update = run_passes(model, model, batch, ZERO[method])
+    assert ZERO[method].router_loss(update) is None
+    assert ZERO[method].terms(update.passes[0]) is None
+
+
+def test_stgc_load_with_one_coefficient_is_the_other_method() -> None:
+    model, batch = model_and_batch("lora_ffn")
+    load = update_gradients(model, batch, STGCLoad(coefficient=0, load_coefficient=0.4))
+    bitwise(load, package_gradients("lora_ffn", "loadpen"))
+    bitwise(
+        update_gradients(model, batch, STGCLoad(coefficient=0.7, load_coefficient=0)),
+        package_gradients("lora_ffn", "stgc"),
+    )
+
+
+@pytest.mark.parametrize("site", list(SITES))
+def test_cagrad_with_no_radius_is_the_mean_gradient(site: str) -> None:
+    model, batch = model_and_batch(site)
+    same(update_gradients(model, batch, CAGrad(c=0)), package_gradients(site, "baseline"), 1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
+# STGC
+# --------------------------------------------------------------------------------------------------
+
+
+def conflict_mask(model: Tiny, batch: Batch, scale: float = 1.0) -> Tensor:
+    """The package's mask at the valid units, [N, E]."""
+    with gar.observe(model) as seen:
+        rows = model(batch)
+        v, w = (torch.tensor(weights, dtype=rows.dtype) for weights in (batch.v, batch.w))
+        weights = GroupWeights(batch.groups, v, w, len(batch.sizes))
+        step = Pass.of(scale * weights.grouping.mean(rows), weights, list(model.parameters()), seen)
+        site = step.sites[0]
+        mask = conflicts(site, site.observation.output_gradient(step.task_loss))
+        step.task_loss.backward()  # the graph is still whole
+    return mask if mask.dim() == 2 else mask[batch.mask]
+
+
+@pytest.mark.parametrize(
+    "site", ["lora_ffn", "lora_ffn top-1", "lora_ffn per expert", "lora_head", "lora_head top-1"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_conflicts_equal_the_oracle(site: str, seed: int) -> None:
+    model = make_model(**{**SITES[site], "seed": seed})
+    batch = with_keep(model, make_batch((9, 6), group_size=4, seed=seed), seed)
+    twin = Twin(model, batch)
+    expected, _ = stgc(twin, twin.forward())
+    assert torch.equal(conflict_mask(model, batch), expected)
+    shuffled = batch.rows(torch.randperm(len(batch.ids)))
+    twin = Twin(model, shuffled)
+    assert torch.equal(conflict_mask(model, shuffled), stgc(twin, twin.forward())[0])
+    assert 0 < int(expected.sum()) < expected.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e9])
+def test_conflicts_do_not_see_the_loss_scale(scale: float, dtype: torch.dtype) -> None:
+    model, batch = model_and_batch("lora_ffn", dtype=dtype)
+    expected = conflict_mask(model, batch)
+    assert expected.any()
+    assert torch.equal(conflict_mask(model, batch, scale), expected)
+
+
+@pytest.mark.parametrize("site", ["lora_ffn", "lora_head"])
+def test_stgc_at_initialisation(site: str) -> None:
+    """B = 0: the first proxy is zero everywhere, its cosine 0; the second one decides alone."""
+    model = make_model(**SITES[site])
+    with torch.no_grad():
+        model.bank.experts.B.zero_()
+    batch = with_keep(model, make_batch())
+    twin = Twin(model, batch)
+    out = twin.forward()
+    expected = expected_gradients(twin, out, torch.zeros(0), METHODS["stgc"])
+    same(update_gradients(model, batch, METHODS["stgc"]), expected)
+    mask = conflict_mask(model, batch)
+    assert mask.any()
+    assert torch.equal(mask, stgc(twin, out)[0])
+
+
+def test_stgc_with_zero_derivatives_has_no_conflict() -> None:
+    model = make_model("lora_ffn")
+    with torch.no_grad():
+        for head in model.heads:
+            head.weight.zero_()
+    batch = make_batch()
+    assert not conflict_mask(model, batch).any()
+    found = update_gradients(model, batch, METHODS["stgc"])
+    assert all(torch.isfinite(grad).all() for grad in found.values())
+    bitwise(found, update_gradients(model, batch, Baseline()))
+
+
+def test_stgc_with_one_unit_per_expert_and_group_has_no_conflict() -> None:
+    model = make_model("lora_head", top_k=3)
+    batch = make_batch((3, 2), group_size=1)
+    assert not conflict_mask(model, batch).any()
+
+
+# --------------------------------------------------------------------------------------------------
+# CAGrad and torchjd
+# --------------------------------------------------------------------------------------------------
+
+
+def row_sets() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    rows = torch.randn(5, 12, dtype=torch.float64, generator=random)
+    return {
+        "random": rows,
+        "many": torch.randn(20, 12, dtype=torch.float64, generator=random),
+        "more rows than columns": torch.randn(9, 2, dtype=torch.float64, generator=random),
+        "one row": rows[:1],
+        "equal rows": rows[:1].expand(4, -1),
+        "opposite": torch.stack([rows[0], -0.9 * rows[0]]),
+        "one zero row": torch.cat([rows, torch.zeros(1, 12, dtype=torch.float64)]),
+        "one row dominates": torch.cat([1e4 * rows[:1], rows[1:]]),
+    }
+
+
+@pytest.mark.parametrize("name", list(row_sets()))
+@pytest.mark.parametrize(
+    "options", [{}, {"c": 0.9, "inner_learning_rate": 1.0, "inner_steps": 30}, {"inner_steps": 0}], ids=str
+)
+def test_cagrad_equals_the_oracle(name: str, options: dict[str, Any]) -> None:
+    rows, method = row_sets()[name], CAGrad(**options)
+    direction, w = oracles.cagrad(rows, method.c, method.inner_learning_rate, method.inner_steps)
+    torch.testing.assert_close(method.weights(rows @ rows.T), w, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(method.combine(rows), direction, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        method.combine(rows.float()).double(), direction, rtol=1e-4, atol=1e-4 * float(rows.abs().max())
+    )
+
+
+@pytest.mark.parametrize("name", ["random", "more rows than columns"])
+@pytest.mark.parametrize("c", [0.2, 0.9])
+def test_cagrad_approaches_the_exact_solution(name: str, c: float) -> None:
+    rows = row_sets()[name]
+    uniform = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
+    best = oracles.cagrad_objective(rows, oracles.cagrad_exact(rows, c), c)
+    start = oracles.cagrad_objective(rows, uniform, c)
+    few = oracles.cagrad_objective(rows, CAGrad(c=c).weights(rows @ rows.T), c)
+    long = CAGrad(c=c, inner_learning_rate=0.5, inner_steps=2000).weights(rows @ rows.T)
+    assert best <= few + 1e-9 < start
+    assert oracles.cagrad_objective(rows, long, c) == pytest.approx(best, rel=1e-3, abs=1e-3 * (start - best))
+
+
+def test_cagrad_of_one_row_and_of_zero_rows() -> None:
+    row = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    torch.testing.assert_close(CAGrad(c=0.4).combine(row), 1.4 * row[0], rtol=1e-8, atol=0)
+    for dtype in (torch.float32, torch.float64):
+        zero = torch.zeros(3, 4, dtype=dtype)
+        assert (CAGrad().combine(zero) == 0).all()
+        torch.testing.assert_close(CAGrad().weights(zero @ zero.T), torch.full((3,), 1 / 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_project_to_simplex(size: int, spread: float) -> None:
+    for _ in range(20):
+        v = spread * torch.randn(size, dtype=torch.float64)
+        found = project_to_simplex(v)
+        torch.testing.assert_close(found, oracles.project_simplex(v), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.sum(), torch.ones((), dtype=torch.float64))
+        torch.testing.assert_close(project_to_simplex(found), found, rtol=1e-12, atol=1e-12)
+    ties = torch.full((size,), spread, dtype=torch.float64)
+    torch.testing.assert_close(project_to_simplex(ties), torch.full_like(ties, 1 / size))
+
+
+@pytest.mark.parametrize("site", list(SITES))
+@pytest.mark.parametrize("split", [None, [2, 3]])
+def test_torchjd_mean_is_baseline(site: str, split: list[int] | None) -> None:
+    model, batch = model_and_batch(site)
+    found = update_gradients(model, batch, METHODS["torchjd mean"], split=split)
+    same(found, package_gradients(site, "baseline"), 1e-12)
+
+
+CHOICES = Choices("lora_ffn", 3, 2, 5)
+
+
+def test_torchjd_upgrad_conflicts_with_no_group() -> None:
+    method = from_config({"name": "torchjd", "aggregator": "UPGrad"})
+    problem = method.check(CHOICES)
+    if problem is not None:
+        assert "quadprog" in problem
+        assert "\n" not in problem
+        pytest.skip(problem)
+    model, batch = model_and_batch("lora_ffn")
+    rows = run_passes(model, model, batch, method).group_rows()
+    found = named_gradients(model)
+    direction = torch.cat([grad.flatten() for grad in found.values()])
+    assert torch.isfinite(direction).all()
+    assert float((rows @ direction).min()) > -1e-6
+    assert largest(difference(found, package_gradients("lora_ffn", "baseline"))) > 1e-4
+    same(update_gradients(model, batch, method, split=[2, 3]), found, 1e-6)
+
+
+def test_torchjd_takes_the_options_of_its_aggregator() -> None:
+    method = TorchJD(aggregator="TrimmedMean", options={"trim_number": 1})
+    assert method.check(CHOICES) is None
+    assert method.to_config() == {
+        "name": "torchjd",
+        "aggregator": "TrimmedMean",
+        "options": {"trim_number": 1},
+    }
+    model, batch = model_and_batch("lora_ffn")
+    rows = run_passes(model, model, batch, method).group_rows()
+    middle = rows.sort(dim=0).values[1:-1].mean(0)
+    direction = torch.cat([grad.flatten() for grad in named_gradients(model).values()])
+    torch.testing.assert_close(direction, middle, rtol=1e-12, atol=1e-14)
+
+
+# --------------------------------------------------------------------------------------------------
+# Configuration
+# --------------------------------------------------------------------------------------------------
+
+TASKS = [{"name": n, "train": f"{n}.csv", "validation": f"{n}.csv"} for n in ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("gra", r"method\.name.*'gra'.*did you mean 'gar'"),
+        ({"name": "baselin"}, r"'baselin'.*baseline, cagrad, gar.*did you mean 'baseline'"),
+        (
+            {"name": "gar", "coeficient": 1.0},
+            r"'method\.coeficient' for method gar.*did you mean 'coefficient'",
+        ),
+        (
+            {"name": "baseline", "coefficient": 1.0},
+            r"'method\.coefficient' for method baseline; its keys: none",
+        ),
+        ({"name": "gar", "coefficient": -1}, r"method\.coefficient is -1"),
+        ({"name": "stgc", "coefficient": -1e-9}, r"method\.coefficient is -1e-09"),
+        ({"name": "loadpen", "coefficient": -1}, r"method\.coefficient is -1"),
+        ({"name": "switchaux", "coefficient": -1}, r"method\.coefficient is -1"),
+        ({"name": "stgc_load", "load_coefficient": -1}, r"method\.load_coefficient is -1"),
+        ({"name": "gar", "entropy_weight": -1}, r"method\.entropy_weight is -1"),
+        ({"name": "gar", "objective": "numerator"}, r"method\.objective is 'numerator'.*numerator_only"),
+        ({"name": "gar", "coefficient": "much"}, r"method\.coefficient is 'much'"),
+        ({"name": "cagrad", "c": -0.1}, r"method\.c is -0\.1"),
+        ({"name": "cagrad", "inner_learning_rate": 0}, r"method\.inner_learning_rate is 0"),
+    ],
+    ids=str,
+)
+def test_wrong_methods_are_one_clear_line(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        from_config(config)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=message) as caught:
+        build({"method": config})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"method": "stgc", "experts": {"site": "full_ffn"}},
+            r"method\.name is stgc.*lora_ffn or lora_head, found full_ffn",
+        ),
+        (
+            {"method": "stgc_load", "experts": {"site": "full_ffn"}},
+            r"method\.name is stgc_load.*found full_ffn",
+        ),
+        (
+            {"method": "cagrad", "mixture": {"tasks": TASKS[:1], "batch_size": 8, "group_size": 8}},
+            r"method\.name is cagrad: .*one group only",
+        ),
+        (
+            {
+                "method": {"name": "torchjd", "aggregator": "Mean"},
+                "mixture": {"tasks": TASKS[:1], "batch_size": 4},
+            },
+            r"method\.name is torchjd: .*one group only",
+        ),
+        (
+            {"method": {"name": "torchjd", "aggregator": "UpGrad"}},
+            r"method\.aggregator: unknown name 'UpGrad'.*did you mean 'UPGrad'",
+        ),
+        (
+            {"method": {"name": "torchjd", "aggregator": "Mean", "options": {"colour": 1}}},
+            r"method\.options do not fit Mean",
+        ),
+        ({"experts": {"count": 2, "top_k": 3}}, r"experts\.top_k is 3 but experts\.count is 2"),
+    ],
+    ids=str,
+)
+def test_wrong_combinations_are_refused_before_anything_is_loaded(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        build(tree)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"method": "cagrad", "mixture": {"tasks": TASKS, "batch_size": 8, "group_size": 8}},
+        {"method": "cagrad", "mixture": {"tasks": TASKS[:1], "batch_size": 9, "group_size": 8}},
+        {"method": "stgc", "experts": {"site": "lora_head"}},
+        {"method": "gar", "mixture": {"tasks": TASKS[:1], "batch_size": 8}},
+    ],
+    ids=str,
+)
+def test_right_combinations_are_taken(tree: dict[str, Any]) -> None:
+    assert build(tree).method.name == tree["method"]
+
+
+def test_torchjd_names_its_install_line_when_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchjd", None)
+    problem = TorchJD().check(Choices("lora_ffn", 8, 4, 20))
+    assert problem is not None
+    assert "pip install 'gradient-aligned-routing[torchjd]'" in problem
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_methods_survive_their_own_configuration(name: str) -> None:
+    method = METHODS[name]
+    assert from_config(method.to_config()) == method
+    assert method.to_config()["name"] == method.name == type(method).name
+    with pytest.raises(ValueError, match="frozen"):
+        method.name_of_no_field = 1  # type: ignore[attr-defined]
+
+
+def test_the_registry_holds_the_methods_of_the_paper() -> None:
+    paper = {"baseline", "gar", "stgc", "loadpen", "switchaux", "stgc_load", "cagrad"}
+    assert set(REGISTRY) == paper | {"torchjd"}
+    for name in paper:
+        assert from_config(name).name == name
+        assert from_config(name).check(Choices("lora_ffn", 8, 4, 20)) is None
+    assert from_config({}).name == "baseline"
+
+
+# --------------------------------------------------------------------------------------------------
+# A method of one's own
+# --------------------------------------------------------------------------------------------------
+
+
+class Spread(Method):
+    """A toy: experts should not be used by the same groups, the more so the larger the gradients."""
+
+    name: ClassVar[str] = "spread"
+    coefficient: float = Field(0.5, ge=0)
+
+    @property
+    def observes(self) -> frozenset[str]:
+        return frozenset({"routing", "gradients"})
+
+    def check(self, choices: Choices) -> str | None:
+        return "needs two experts" if choices.experts < 2 else None
+
+    def router_loss(self, update: Update) -> Tensor | None:
+        total = update.zero
+        for site in update.sites:
+            p, g = site.probabilities(), site.gradients()
+            total = total + (p.T @ p).square().sum() * g.square().mean()
+        return self.coefficient * total
+
+
+@contextlib.contextmanager
+def registered(cls: type[Method]) -> Iterator[None]:
+    assert register(cls) is cls
+    try:
+        yield
+    finally:
+        del REGISTRY[cls.name]
+
+
+def test_a_registered_method_goes_the_same_way() -> None:
+    with registered(Spread):
+        config = build({"method": {"name": "spread", "coefficient": 0.25}})
+        method = config.method
+        assert isinstance(method, Spread)
+        assert build(config.to_dict()).method == method
+        assert config.override(["method.coefficient=1"]).method.to_config()["coefficient"] == 1
+        with pytest.raises(UserError, match=r"did you mean 'coefficient'"):
+            from_config({"name": "spread", "coefficent": 1})
+        with pytest.raises(UserError, match=r"method\.name is spread: needs two experts"):
+            build({"method": "spread", "experts": {"count": 1, "top_k": 1}})
+    with pytest.raises(UserError, match="unknown name 'spread'"):
+        from_config("spread")
+    twin, out, g = twin_of("lora_ffn")
+    p = twin.group_probabilities(twin.gates_from_detached(out.x))
+    loss = task_loss(twin, out) + 0.25 * (p.T @ p).square().sum() * g.square().mean()
+    model, batch = model_and_batch("lora_ffn")
+    for split in (None, [2, 3]):
+        same(update_gradients(model, batch, method, split=split), twin.gradients(loss))
+
+
+# --------------------------------------------------------------------------------------------------
+# Nobody else knows which method runs
+# --------------------------------------------------------------------------------------------------
+
+PACKAGE = Path(gar.__file__).parent
+ELSEWHERE = sorted(
+    path
+    for part in (
+        "training",
+        "model.py",
+        "evaluation.py",
+        "data",
+        "observation.py",
+        "nn",
+        "routing.py",
+        "metrics",
+    )
+    for path in ([PACKAGE / part] if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
+)
+
+
+def method_mentions(source: str) -> list[str]:
+    """Where a source names a method: by its name, by its module, or by its class where something is decided.
+
+    The string "gar" also names the package, so it counts only where something is decided.
+    """
+    classes = {cls.__name__ for cls in REGISTRY.values()}
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in REGISTRY and node.value != "gar":
+            found.append(f"line {node.lineno}: {node.value!r}")
+        if isinstance(node, ast.ImportFrom):
+            *room, module = (node.module or "").split(".")
+            if room == ["gar", "methods"] and module not in ("base", "update"):
+                found.append(f"line {node.lineno}: from {node.module}")
+        checks_type = isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "isinstance",
+            "issubclass",
+        )
+        if checks_type or isinstance(node, ast.Compare | ast.match_case | ast.Subscript):
+            part = node.pattern if isinstance(node, ast.match_case) else node
+            for inner in ast.walk(part):
+                name = getattr(inner, "id", getattr(inner, "attr", None))
+                if name in classes or (isinstance(inner, ast.Constant) and inner.value == "gar"):
+                    found.append(f"line {inner.lineno}: {ast.unparse(part)}")
+    return found
+
+
+def test_the_search_for_method_names_finds_them() -> None:
+    for source in (
+        "if method.name == 'gar': pass",
+        "if name in ('stgc', 'other'): pass",
+        "if name in ('gar', 'other'): pass",
+        "match name:\n    case 'gar': pass",
+        "match method:\n    case GAR(): pass",
+        "isinstance(method, CAGrad)",
+        "isinstance(method, methods.GAR)",
+        "type(method) is GAR",
+        "from gar.methods.cagrad import project_to_simplex",
+        "run('cagrad')",
+    ):
+        assert method_mentions(source), source
+    assert not method_mentions("version('gar'); home / 'gar'; PROJECT = 'gar'; method = method or Baseline()")
+
+
+@pytest.mark.parametrize("path", ELSEWHERE, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_method_is_named_outside_its_room(path: Path) -> None:
+    assert method_mentions(path.read_text(encoding="utf-8")) == []

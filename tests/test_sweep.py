@@ -1,0 +1,491 @@
+"""Sweeps: the coordinator against a stand-in executor, and against real worker processes on a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import BertConfig, BertModel, BertTokenizer
+from typer.testing import CliRunner
+
+from gar.cli import sweep as cli
+from gar.errors import UserError
+from gar.experiments import store
+from gar.experiments.executors import Event, Job, LocalExecutor, StopSignals, describe_exit, drive
+from gar.experiments.progress import View
+from gar.experiments.store import State
+from gar.experiments.suite import Suite, build_suite
+from gar.experiments.sweep import hold, make_plan, read_status, run_sweep
+
+Tree = dict[str, Any]
+
+# ---------------------------------------------------------------------- a tiny world
+
+
+@functools.cache
+def tiny_world() -> Path:
+    """A directory with a tiny BERT and two tasks as CSV files."""
+    directory = Path(tempfile.mkdtemp(prefix="gar-tiny-"))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
+    (directory / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape)).save_pretrained(
+        directory / "bert"
+    )
+    BertTokenizer(str(directory / "vocab.txt")).save_pretrained(directory / "bert")
+    numbers = random.Random(0)
+    for task in "ab":
+        for split, size in (("train", 40), ("dev", 12)):
+            with (directory / f"{task}-{split}.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["text", "label"])
+                for i in range(size):
+                    text = " ".join(f"w{numbers.randrange(20) + 20 * (i % 2)}" for _ in range(6))
+                    rows.writerow([text, ("bad", "good")[i % 2]])
+    return directory
+
+
+def tiny_base(updates: int = 3) -> Tree:
+    """A configuration tree that trains in well under a second."""
+    world = tiny_world()
+    tasks = [
+        {"name": t, "train": str(world / f"{t}-train.csv"), "validation": str(world / f"{t}-dev.csv")}
+        for t in "ab"
+    ]
+    return {
+        "backbone": {"name": str(world / "bert"), "max_length": 16},
+        "experts": {"count": 3, "top_k": 2, "rank": 2},
+        "mixture": {"batch_size": 8, "group_size": 4, "tasks": tasks},
+        "optimizer": {"updates": updates, "learning_rate": 1e-3},
+        "evaluation": {"probe_examples": 8},
+        "cache": {"directory": str(world / "cache")},
+        "device": "cpu",
+    }
+
+
+def tiny_suite(updates: int = 3, **tree: Any) -> Suite:
+    return build_suite({"settings": {"tiny": tiny_base(updates)}, **tree}, "tiny", Path.cwd())
+
+
+def directories(plan_or_suite: Any, out: Path) -> Iterator[Path]:
+    return (out / run.id for run in plan_or_suite.runs())
+
+
+def quiet() -> View:
+    return View(0, console=Console(file=io.StringIO()))
+
+
+class StandIn:
+    """An executor that runs nothing: ``does(job)`` says how each job ends."""
+
+    def __init__(self, does: Callable[[Job], Event], slots: int = 2) -> None:
+        self.does, self.slots = does, slots
+        self.waiting: list[Job] = []
+        self.seen: list[str] = []
+        self.most = 0
+        self.stopped = False
+
+    @property
+    def busy(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def free(self) -> int:
+        return self.slots - self.busy
+
+    def submit(self, job: Job) -> None:
+        assert not self.stopped
+        self.waiting.append(job)
+        self.seen.append(job.id)
+        self.most = max(self.most, self.busy)
+
+    def events(self, timeout: float) -> list[Event]:
+        job = self.waiting.pop(0)
+        return [Event(job, "interrupted") if self.stopped else self.does(job)]
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def close(self) -> None:
+        pass
+
+
+def finish(job: Job) -> Event:
+    (job.out / store.CONFIG).write_text(yaml.safe_dump(job.config))
+    store.write_json(job.out / store.RESULT, {"accuracy": {"macro": 0.5}})
+    return Event(job, "finished", {"accuracy": 0.5, "seconds": 2.0})
+
+
+def fail(job: Job, reason: str = "no luck") -> Event:
+    (job.out / store.CONFIG).write_text(yaml.safe_dump(job.config))
+    store.write_failure(job.out, "Broken", reason)
+    return Event(job, "failed", {"error": "Broken", "reason": reason, "seconds": 1.0})
+
+
+# ---------------------------------------------------------------------- the coordinator
+
+
+def test_a_sweep_runs_all_and_then_nothing(tmp_path: Path) -> None:
+    suite = tiny_suite(methods=["baseline", "gar"], seeds=3)
+    executor = StandIn(finish)
+    outcome = run_sweep(make_plan(suite, tmp_path), executor, view=quiet())
+    assert (outcome.finished, outcome.failed, outcome.exit_code) == (6, 0, 0)
+    assert executor.seen == [run.id for run in suite.runs()]
+    assert executor.most == 2
+    again = make_plan(suite, tmp_path)
+    assert (again.remaining, again.states[State.FINISHED]) == (0, 6)
+    executor = StandIn(finish)
+    assert run_sweep(again, executor, view=quiet()).exit_code == 0
+    assert executor.seen == []
+
+
+def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    suite = tiny_suite(methods=["baseline", "gar"], seeds=3)
+    bad = {"tiny/a+b/baseline/seed-1", "tiny/a+b/gar/seed-2"}
+    outcome = run_sweep(
+        make_plan(suite, tmp_path), StandIn(lambda j: fail(j) if j.id in bad else finish(j)), view=quiet()
+    )
+    assert (outcome.finished, outcome.failed, outcome.exit_code) == (4, 2, 1)
+    status = read_status(tmp_path)
+    assert set(status.failures) == bad
+    assert status.cells == {("tiny", "a+b"): Counter(finished=4, failed=2)}
+    # Left alone without --retry-failed, but still said by the exit code.
+    executor = StandIn(finish)
+    assert run_sweep(make_plan(suite, tmp_path), executor, view=quiet()).exit_code == 1
+    assert executor.seen == []
+    executor = StandIn(finish)
+    assert run_sweep(make_plan(suite, tmp_path, retry_failed=True), executor, view=quiet()).exit_code == 0
+    assert set(executor.seen) == bad
+
+
+def test_unfinished_runs_go_on_and_failed_ones_start_anew_with_another_configuration(tmp_path: Path) -> None:
+    suite = tiny_suite(seeds=2)
+    first, second = directories(suite, tmp_path)
+    for directory, run in zip((first, second), suite.runs(), strict=True):
+        store.begin(directory, run, retry=False)
+        (directory / store.CONFIG).write_text(yaml.safe_dump(run.tree()))
+        (directory / store.CHECKPOINTS / "00000002").mkdir(parents=True)
+    store.write_failure(second, "Broken", "no luck")
+    assert store.read_json(second / store.FAILURE)["checkpoint"] == "checkpoints/00000002"
+    plan = make_plan(suite, tmp_path)
+    assert (plan.states[State.UNFINISHED], plan.states[State.FAILED], plan.remaining) == (1, 1, 1)
+    changed = suite.replace({"optimizer.updates": 9})
+    with pytest.raises(UserError, match=r"optimizer\.updates was 3 and is 9.*expected another --out"):
+        make_plan(changed, tmp_path, retry_failed=True)
+    kept = [(d / store.CHECKPOINTS).is_dir() for d in (first, second)]
+    assert kept == [True, True]
+    (first / store.CONFIG).unlink()
+    (first / store.RECORD).unlink()
+    seen: list[bool] = []
+
+    def look(job: Job) -> Event:
+        seen.append((job.out / store.CHECKPOINTS).is_dir() or (job.out / store.FAILURE).is_file())
+        return finish(job)
+
+    run_sweep(make_plan(changed, tmp_path, retry_failed=True), StandIn(look, slots=1), view=quiet())
+    assert seen == [True, False]  # the second one's old checkpoints belong to other weights
+
+
+def test_a_finished_run_of_another_configuration_is_not_taken_for_ours(tmp_path: Path) -> None:
+    suite = tiny_suite()
+    run_sweep(make_plan(suite, tmp_path), StandIn(finish), view=quiet())
+    assert make_plan(suite.replace({"device": "cuda", "checkpoint.every": 5}), tmp_path).remaining == 0
+    with pytest.raises(UserError, match=r"optimizer\.updates was 3 and is 4"):
+        make_plan(suite.replace({"optimizer.updates": 4}), tmp_path)
+    (next(directories(suite, tmp_path)) / store.RECORD).unlink()  # as `gar train --out` leaves it
+    assert make_plan(suite, tmp_path).remaining == 0
+    with pytest.raises(UserError, match="another configuration"):
+        make_plan(suite.replace({"optimizer.updates": 4}), tmp_path)
+
+
+def test_a_configuration_that_cannot_run_fails_alone(tmp_path: Path) -> None:
+    suite = tiny_suite(methods=["baseline", "stgc"], set={"experts.site": "full_ffn"}, seeds=2)
+    plan = make_plan(suite, tmp_path)
+    assert list(plan.refused) == ["tiny/a+b/stgc"]
+    outcome = run_sweep(plan, StandIn(finish), view=quiet())
+    assert (outcome.finished, outcome.failed, outcome.exit_code) == (2, 2, 1)
+    assert "full_ffn" in read_status(tmp_path).failures["tiny/a+b/stgc/seed-1"]
+    assert run_sweep(make_plan(suite, tmp_path), StandIn(finish), view=quiet()).exit_code == 1
+    with pytest.raises(UserError, match=r"unknown key 'optimizer\.updatess'; did you mean 'updates'"):
+        make_plan(suite.replace({"optimizer.updatess": 3}), tmp_path)
+
+
+def test_the_estimate_comes_from_like_runs(tmp_path: Path) -> None:
+    suite = tiny_suite(methods=["baseline", "gar"], seeds=4)
+    plan = make_plan(suite, tmp_path)
+    assert plan.estimate(2) == (0.0, 8)
+    executor = StandIn(finish)  # 2 seconds each
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(executor.seen) >= 3
+
+    outcome = run_sweep(plan, executor, view=quiet(), stopping=stop)
+    assert (outcome.interrupted, outcome.exit_code) == (True, 130)
+    plan = make_plan(suite, tmp_path)
+    assert plan.states[State.FINISHED] == outcome.finished
+    assert plan.estimate(2) == ((8 - outcome.finished) * 2.0 / 2, 0)
+
+
+def test_stopping_submits_nothing_more(tmp_path: Path) -> None:
+    executor = StandIn(finish)
+    jobs = (Job(str(i), {}, tmp_path) for i in range(10))
+    for i in range(10):
+        (tmp_path / str(i)).mkdir()
+    events = list(drive(executor, jobs, lambda: len(executor.seen) >= 4))
+    ends = [event.kind for event in events if event.ends]
+    assert len(executor.seen) == len(ends) == 4
+    assert ends[-1] == "interrupted"
+
+
+def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:
+    with hold(tmp_path), pytest.raises(UserError, match="another sweep or search is running"):
+        run_sweep(make_plan(tiny_suite(), tmp_path), StandIn(finish), view=quiet())
+
+
+def test_a_plan_of_ten_thousand_runs_is_small(tmp_path: Path) -> None:
+    suite = tiny_suite(
+        methods=["baseline", "gar"],
+        seeds=50,
+        overrides={f"n{i}": {"optimizer.updates": i + 1} for i in range(100)},
+    )
+    began = time.perf_counter()
+    plan = make_plan(suite, tmp_path)
+    assert (plan.total, plan.remaining, len(suite)) == (10_000, 10_000, 10_000)
+    assert time.perf_counter() - began < 10
+    assert len(plan.cells) == 1
+
+
+def test_a_run_travels_as_bytes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "model").mkdir(parents=True)
+    (source / "checkpoints" / "00000001").mkdir(parents=True)
+    for name in (
+        "config.yaml",
+        "result.json",
+        "history.jsonl",
+        "model/config.json",
+        "checkpoints/00000001/state.json",
+    ):
+        (source / name).write_text(name)
+    store.unpack(store.pack(source, model=True), tmp_path / "all")
+    assert (tmp_path / "all" / "model" / "config.json").read_text() == "model/config.json"
+    assert not (tmp_path / "all" / "checkpoints").exists()
+    store.unpack(store.pack(source, model=False), tmp_path / "light")
+    assert sorted(p.name for p in (tmp_path / "light").iterdir()) == [
+        "config.yaml",
+        "history.jsonl",
+        "result.json",
+    ]
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("model/../../outside", "x")
+    with pytest.raises(ValueError, match="unexpected file"):
+        store.unpack(content.getvalue(), tmp_path / "evil")
+
+
+def test_exit_statuses_in_words() -> None:
+    assert describe_exit(-9, False) == ("Killed", "the worker process was killed by SIGKILL")
+    assert describe_exit(-9, True)[0] == "OutOfMemory"
+    assert describe_exit(3, False)[0] == "Exited"
+
+
+def test_out_of_memory_is_recognised() -> None:
+    from gar.experiments.worker import out_of_memory
+
+    assert out_of_memory(MemoryError())
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"))
+    assert not out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_the_first_signal_asks_and_the_second_acts() -> None:
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# ---------------------------------------------------------------------- real workers
+
+
+def failing_suite(seeds: int) -> Suite:
+    """Of its runs per seed, one becomes non-finite, one's data are missing and the rest are good."""
+    return tiny_suite(
+        methods=["baseline", "gar"],
+        seeds=seeds,
+        set={"checkpoint.every": 2},
+        overrides={
+            "plain": {},
+            "slow": {"optimizer.updates": 4},
+        },
+    )
+
+
+def sabotage(job: Job) -> Job:
+    """The three that are to fail: a non-finite loss, a missing file, a killed worker (which runs for long)."""
+    config = json.loads(json.dumps(job.config))
+    if job.id == "tiny/a+b/gar-plain/seed-0":
+        config["optimizer"] |= {"learning_rate": 1e38, "updates": 20, "clip": 1e30}
+    elif job.id == "tiny/a+b/gar-slow/seed-0":
+        config["mixture"]["tasks"][0]["train"] = "/nowhere/at/all.csv"
+    elif job.id == "tiny/a+b/baseline-slow/seed-1":
+        config["optimizer"]["updates"] = 100_000
+    return Job(job.id, config, job.out, job.probe, job.keep_model)
+
+
+class Sabotaged(LocalExecutor):
+    """Spoils three jobs on the way, and kills the worker of the third once it has a checkpoint."""
+
+    def submit(self, job: Job) -> None:
+        super().submit(sabotage(job))
+
+    def events(self, timeout: float) -> list[Event]:
+        victim = "tiny/a+b/baseline-slow/seed-1"
+        process = self.process_of(victim)
+        for worker in self._workers.values():
+            if process == worker.process.pid and worker.job is not None:
+                if list((worker.job.out / store.CHECKPOINTS).glob("[0-9]*")):
+                    os.kill(process, signal.SIGKILL)
+        return super().events(timeout)
+
+
+def check_failing_sweep(out: Path, seeds: int) -> None:
+    suite = failing_suite(seeds)
+    plan = make_plan(suite, out)
+    with Sabotaged(1, out / store.SWEEP) as executor:
+        outcome = run_sweep(plan, executor, view=quiet(), keep_models=False)
+    assert (outcome.finished, outcome.failed, outcome.exit_code) == (4 * seeds - 3, 3, 1)
+    failures = read_status(out).failures
+    assert len(failures) == 3
+    reason = failures["tiny/a+b/gar-plain/seed-0"]
+    assert "not finite" in reason or "is nan" in reason or "is inf" in reason
+    assert "/nowhere/at/all.csv: no such file" in failures["tiny/a+b/gar-slow/seed-0"]
+    killed = failures["tiny/a+b/baseline-slow/seed-1"]
+    assert killed.startswith("the worker process was killed by SIGKILL (last checkpoint: checkpoints/0")
+    result = store.read_json(out / "tiny/a+b/gar-plain/seed-1" / store.RESULT)
+    assert result is not None
+    assert result["method"] == "gar"
+    assert result["seed"] == 1
+    assert not (out / "tiny/a+b/gar-plain/seed-1" / "model").exists()
+    assert not (out / "tiny/a+b/gar-plain/seed-1" / store.CHECKPOINTS).exists()
+
+
+def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
+    check_failing_sweep(tmp_path, seeds=2)
+    # Without the sabotage they succeed; the killed one had another number of updates, so it starts anew.
+    for name in read_status(tmp_path).failures:
+        (tmp_path / name / store.CONFIG).unlink(missing_ok=True)
+        shutil.rmtree(tmp_path / name / store.CHECKPOINTS, ignore_errors=True)
+    plan = make_plan(failing_suite(2), tmp_path, retry_failed=True)
+    assert plan.remaining == 3
+    with LocalExecutor(1, tmp_path / store.SWEEP) as executor:
+        outcome = run_sweep(plan, executor, view=quiet())
+    assert (outcome.finished, outcome.failed) == (8, 0)
+    # A worker that ran other jobs before gives what a run of its own gives, bit for bit.
+    from gar.config import build
+    from gar.training import train_from_config
+
+    run = next(r for r in failing_suite(2).runs() if r.id == "tiny/a+b/gar-slow/seed-1")
+    alone = train_from_config(build(run.tree()), tmp_path / "alone")
+    swept = store.read_json(tmp_path / run.id / store.RESULT)
+    assert swept is not None
+    assert {**alone, "timing": 0} == {**swept, "timing": 0}
+    histories = [(d / "history.jsonl").read_text() for d in (tmp_path / "alone", tmp_path / run.id)]
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.skipif(not os.environ.get("GAR_SLOW_TESTS"), reason="GAR_SLOW_TESTS=1 runs it: about a minute")
+def test_three_of_forty_runs_fail_for_real(tmp_path: Path) -> None:
+    check_failing_sweep(tmp_path, seeds=10)
+
+
+def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
+    """Through the command line, with a signal, as a user does it."""
+    tree = {"settings": {"tiny": tiny_base(4000)}, "seeds": 2}
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(tree))
+    out = tmp_path / "runs"
+    command = [sys.executable, "-m", "gar", "sweep", str(tmp_path / "long.yaml"), "--out", str(out)]
+    if subprocess.run([sys.executable, "-c", "import gar.__main__"], capture_output=True).returncode:
+        command[1:3] = ["-c", "from gar.cli import main; main()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = out / "tiny/a+b/baseline/seed-0"
+        deadline = time.monotonic() + 90
+        while len((first / "history.jsonl").read_text() if (first / "history.jsonl").is_file() else "") < 500:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "0 finished, 0 failed, 2 to do; start again to go on" in output
+    assert "stopped tiny/a+b/baseline/seed-0" in errors
+    assert store.state(first) is State.UNFINISHED
+    (checkpoint,) = (first / store.CHECKPOINTS).glob("[0-9]*")
+    assert int(checkpoint.name) > 0
+    assert make_plan(build_suite(tree, "long", tmp_path), out).remaining == 2
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "none"
+    result = invoke("paper_head", "--dry-run", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "175 runs, 175 to do" in result.output
+    assert "unknown for 175 runs" in result.output
+    assert not out.exists()
+    assert invoke("--dry-run", "run").exit_code != 0  # no suite of this name
+
+
+def test_status_reads_what_a_sweep_left(tmp_path: Path) -> None:
+    suite = tiny_suite(methods=["baseline", "gar"], seeds=2)
+    bad = "tiny/a+b/gar/seed-1"
+    run_sweep(
+        make_plan(suite, tmp_path), StandIn(lambda j: fail(j) if j.id == bad else finish(j)), view=quiet()
+    )
+    store.write_running(tmp_path, {})
+    result = invoke("status", str(tmp_path))
+    assert result.exit_code == 0
+    assert f"failed {bad}: no luck" in result.output
+    tree = json.loads(invoke("status", str(tmp_path), "--format", "json").output)
+    assert tree["cells"] == [{"setting": "tiny", "mixture": "a+b", "finished": 3, "failed": 1}]
+    (tmp_path / bad / store.FAILURE).unlink()
+    store.write_running(tmp_path, {bad: {"stage": "update", "done": 2, "total": 3}})
+    assert "running tiny/a+b/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
+    with pytest.raises(UserError, match="no sweep was started here"):
+        read_status(tmp_path / "elsewhere")
+
+
+def test_ls_lists_the_packaged_suites() -> None:
+    output = invoke("ls").output
+    assert "paper_main" in output
+    assert "525" in output
+    assert "bigbench" in output

@@ -1,0 +1,196 @@
+"""Suites: what they expand to, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gar.errors import UserError
+from gar.experiments.suite import CHECKPOINT_EVERY, Suite, build_suite, load_suite, shipped
+
+METHODS, MIXTURES, TASKS, SEEDS = 7, 5, 5, 5
+SHIPPED = {
+    "paper_main": 3 * MIXTURES * METHODS * SEEDS,
+    "paper_head": MIXTURES * METHODS * SEEDS,
+    "paper_top1": 2 * MIXTURES * 3 * SEEDS,
+    "paper_full_ffn": MIXTURES * 3 * SEEDS,
+    "paper_qwen8b": MIXTURES * 3 * SEEDS,
+    "paper_single_task": 2 * TASKS * 3 * SEEDS,
+    "paper_sweep_lora_ffn": MIXTURES * 5 * SEEDS,
+    "paper_sweep_head": MIXTURES * 5 * SEEDS,
+    "paper_denominator": MIXTURES * 3 * SEEDS,
+    "bigbench": 4 * METHODS * SEEDS,
+}
+INLINE = {
+    "backbone": {"name": "somewhere/model"},
+    "optimizer": {"learning_rate": 0.5},
+    "mixture": {"batch_size": 4},
+}
+
+
+def suite(**tree: Any) -> Suite:
+    return build_suite({"settings": {"own": INLINE}, **tree}, "test", Path.cwd())
+
+
+def ids(found: Suite) -> list[str]:
+    return [run.id for run in found.runs()]
+
+
+def refusal(**tree: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        suite(**tree)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_packaged_suite_is_known_here() -> None:
+    assert set(shipped()) == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_packaged_suites_expand(name: str) -> None:
+    found = load_suite(name)
+    runs = list(found.runs())
+    assert len(runs) == len(found) == SHIPPED[name]
+    assert len({run.id for run in runs}) == len(runs)
+    assert {run.seed for run in runs} == set(range(SEEDS))
+    for run in runs:
+        tree = run.tree()  # a valid configuration
+        assert tree["preset"]
+        assert tree["seed"] == run.seed
+        assert re.fullmatch(r"[^/]+/[^/]+/[^/]+/seed-\d+", run.id)
+
+
+def test_the_sweeps_vary_the_coefficient_alone() -> None:
+    for name in ("paper_sweep_lora_ffn", "paper_sweep_head"):
+        trees = {c.method: c.tree for c in load_suite(name).combinations() if c.mixture == "six"}
+        coefficients = [tree["method"]["coefficient"] for tree in trees.values()]
+        assert coefficients == [0, 1e-5, 1e-4, 1e-3, 1e-2]
+        assert {tree["optimizer"]["updates"] for tree in trees.values()} == {1000}
+        assert len({str({**tree, "method": 0, "preset": 0}) for tree in trees.values()}) == 1
+
+
+def test_the_denominator_ablation_shares_its_other_arms_with_the_sweep() -> None:
+    sweep = {c.id: c.digest for c in load_suite("paper_sweep_head").combinations()}
+    arms = {c.id: c.digest for c in load_suite("paper_denominator").combinations()}
+    own = {name for name in arms if name not in sweep}
+    assert {name.rsplit("/", 1)[1] for name in own} == {"gar-1e-3-numerator"}
+    assert all(sweep[name] == digest for name, digest in arms.items() if name not in own)
+
+
+def test_single_tasks_train_for_epochs_on_one_task() -> None:
+    for combination in load_suite("paper_single_task").combinations():
+        assert len(combination.tree["mixture"]["tasks"]) == 1
+        assert combination.tree["optimizer"]["epochs"] in (3, 5)
+
+
+def test_an_inline_setting_gets_mixtures_methods_and_overrides() -> None:
+    found = suite(
+        mixtures=["five", "rte"],
+        methods={"gar": "gar", "strong": {"name": "gar", "coefficient": 0.5}},
+        seeds=[3, 1],
+        set={"optimizer.updates": 7},
+        overrides={"short": {"optimizer.updates": 2}, "plain": {}},
+    )
+    assert len(found) == 2 * 2 * 2 * 2
+    assert ids(found)[:3] == [
+        "own/five/gar-short/seed-3",
+        "own/five/gar-short/seed-1",
+        "own/five/gar-plain/seed-3",
+    ]
+    trees = {run.id: run.tree() for run in found.runs()}
+    assert trees["own/rte/strong-plain/seed-1"]["method"] == {
+        "name": "gar",
+        "coefficient": 0.5,
+        "objective": "load_normalized",
+        "entropy_weight": 0.0,
+    }
+    assert trees["own/rte/gar-short/seed-1"]["mixture"]["tasks"] == ["rte"]
+    assert trees["own/five/gar-short/seed-1"]["mixture"]["batch_size"] == 4
+    assert trees["own/five/gar-short/seed-1"]["optimizer"]["updates"] == 2
+    assert trees["own/five/gar-plain/seed-1"]["optimizer"]["updates"] == 7
+    assert trees["own/five/gar-plain/seed-1"]["optimizer"]["learning_rate"] == 0.5
+
+
+def test_presets_default_to_their_own_mixtures_and_methods() -> None:
+    found = build_suite({"settings": ["paper/roberta_head_top1"]}, "test", Path.cwd())
+    assert ids(found)[:4] == [f"roberta_head_top1/five/{m}/seed-0" for m in ("baseline", "cagrad", "gar")] + [
+        "roberta_head_top1/six/baseline/seed-0"
+    ]
+    assert len(found) == 15
+
+
+def test_a_setting_may_be_a_file_beside_the_suite(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "mixture: {tasks: [{name: mood, train: a.csv, validation: b.csv}]}\nmethod: {name: gar, coefficient: 0.5}\n"
+    )
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"settings": ["base.yaml"], "methods": ["gar", "stgc"]}))
+    found = load_suite(tmp_path / "s.yaml", ["optimizer.updates=3"])
+    trees = {run.id: run.tree() for run in found.runs()}
+    assert list(trees) == ["base/mood/gar/seed-0", "base/mood/stgc/seed-0"]
+    assert trees["base/mood/gar/seed-0"]["method"]["coefficient"] == 0.5
+    assert trees["base/mood/stgc/seed-0"]["method"]["coefficient"] == 1.0
+    assert trees["base/mood/gar/seed-0"]["mixture"]["tasks"][0]["train"] == str(tmp_path / "a.csv")
+    assert trees["base/mood/gar/seed-0"]["optimizer"]["updates"] == 3
+
+
+def test_mixtures_of_ones_own(tmp_path: Path) -> None:
+    tasks = [{"name": "mood", "train": "a.csv", "validation": "b.csv"}]
+    found = build_suite(
+        {"settings": {"own": INLINE}, "mixtures": {"mine": {"tasks": tasks}}}, "test", tmp_path
+    )
+    mixture = next(found.runs()).tree()["mixture"]
+    assert (mixture["name"], mixture["batch_size"]) == ("mine", 4)
+    assert mixture["tasks"][0]["validation"] == str(tmp_path / "b.csv")
+
+
+def test_runs_of_a_sweep_have_checkpoints_unless_told_otherwise() -> None:
+    assert next(suite(mixtures=["five"]).runs()).tree()["checkpoint"]["every"] == CHECKPOINT_EVERY
+    assert (
+        next(suite(mixtures=["five"], set={"checkpoint.every": 0}).runs()).tree()["checkpoint"]["every"] == 0
+    )
+
+
+def test_the_digest_is_of_what_is_computed() -> None:
+    def digest_with(**changes: Any) -> str:
+        return next(suite(mixtures=["five"], set=changes).combinations()).digest
+
+    plain = digest_with()
+    assert digest_with(device="cpu") == digest_with(**{"checkpoint.every": 7}) == plain
+    assert digest_with(**{"optimizer.updates": 7}) != plain
+
+
+def test_refusals() -> None:
+    assert "unknown key 'setings'; did you mean 'settings'?" in refusal(setings=1)
+    assert "unknown name 'garr'" in refusal(mixtures=["five"], methods=["garr"])
+    assert "'gar'" in refusal(mixtures=["five"], methods=["garr"])
+    assert "'fife' is no file and no registered mixture or task; did you mean 'five'?" in refusal(
+        mixtures=["fife"]
+    )
+    assert "seeds" in refusal(seeds=[0, 0])
+    assert "seeds" in refusal(seeds=0)
+    assert "twice" in refusal(methods=["gar", "gar"])
+    assert "becomes a directory" in refusal(overrides={"a/b": {}})
+    assert "expected the suite's own key 'seeds'" in refusal(set={"seed": 3})
+    assert "expected the suite's own key 'seeds'" in refusal(overrides={"x": {"seed": 3}})
+    assert "unknown preset 'paper/roberta_head/nine/gar'" in refusal(
+        settings=["paper/roberta_head"], mixtures=["nine"], methods=["gar"]
+    )
+    assert "missing key 'settings'" in _error({"methods": ["gar"]})
+    assert "did you mean 'roberta_head'" in refusal(
+        settings=["paper/roberta_hed"]
+    ) or "is no file" in refusal(settings=["paper/roberta_hed"])
+    with pytest.raises(UserError, match="did you mean 'paper_head'"):
+        load_suite("paper_hed")
+    with pytest.raises(UserError, match="a suite has its own seeds"):
+        load_suite("paper_head", ["seed=3"])
+
+
+def _error(tree: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        build_suite(tree, "test", Path.cwd())
+    return str(caught.value)
