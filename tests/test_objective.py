@@ -101,6 +101,17 @@ def test_float32_is_close(shape: tuple[int, int, int]) -> None:
     same(gar.association(p.float(), gram=g.float() @ g.float().T), expected, 1e-5)
 
 
+@pytest.mark.parametrize("form", ["gradients", "gram"])
+def test_without_eps_an_unused_expert_counts_nothing(form: str) -> None:
+    p, g = degenerate()["one expert used"]
+    p = p.clone().requires_grad_()
+    inputs = {"gradients": g} if form == "gradients" else {"gram": g @ g.T}
+    loss = gar.alignment_loss(p, **inputs, eps=0.0)
+    same(loss.detach(), -oracles.association(p.detach(), g, 0.0))
+    assert torch.isfinite(torch.autograd.grad(loss, p)[0]).all()
+    same(gar.marginal_scores(p, **inputs, eps=0.0), oracles.marginal_scores(p, g, 0.0))
+
+
 def test_the_three_vectors_of_the_paper() -> None:
     gram = torch.tensor([[1.0, 0.9, 0.2], [0.9, 1.0, 0.2], [0.2, 0.2, 1.0]], dtype=torch.float64)
     vectors = torch.linalg.cholesky(gram)

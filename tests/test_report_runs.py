@@ -73,16 +73,26 @@ def write_run(
     seconds: float = 0.1,
     name: str | None = None,
 ) -> Path:
-    """One run directory. ``tree`` holds configuration keys, ``fields`` the method's, ``accuracy`` one or by task."""
+    """One run directory. ``tree`` holds configuration keys, ``fields`` the method's."""
     path = root / (name or f"{mixture}-{method}-{'-'.join(map(str, (fields or {}).values()))}-{seed}")
     path.mkdir(parents=True)
-    config = build({"mixture": {"name": mixture}, "method": {"name": method, **(fields or {})}, **(tree or {}), "seed": seed})
+    config = build(
+        {
+            "mixture": {"name": mixture},
+            "method": {"name": method, **(fields or {})},
+            **(tree or {}),
+            "seed": seed,
+        }
+    )
     (path / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), allow_unicode=True), encoding="utf-8")
     (path / "environment.json").write_text(json.dumps({**ENVIRONMENT, "seed": seed}), encoding="utf-8")
     rng = np.random.default_rng([seed, len(method), len(mixture)])
-    shares = accuracy if isinstance(accuracy, Mapping) else dict.fromkeys(TASKS.get(mixture, ["a", "b"]), accuracy)
+    shares = (
+        accuracy if isinstance(accuracy, Mapping) else dict.fromkeys(TASKS.get(mixture, ["a", "b"]), accuracy)
+    )
     lines = [
-        {"update": u, "loss": 1 / u, "tasks": {}, "gradient_norm": 1.0, "learning_rate": 1e-3} for u in range(1, 31)
+        {"update": u, "loss": 1 / u, "tasks": {}, "gradient_norm": 1.0, "learning_rate": 1e-3}
+        for u in range(1, 31)
     ]
     lines += [{"update": update, "evaluation": sections(shares, rng)} for update in evaluations]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -91,7 +101,13 @@ def write_run(
         failure = {"error": "TrainingFailure", "reason": "update 31: the loss of task <b>rte</b> & co is nan"}
         (path / "failure.json").write_text(json.dumps(failure), encoding="utf-8")
     if state == FINISHED:
-        header = {"schema": 1, "method": method, "mixture": mixture, "seed": seed, "updates": config.optimizer.updates}
+        header = {
+            "schema": 1,
+            "method": method,
+            "mixture": mixture,
+            "seed": seed,
+            "updates": config.optimizer.updates,
+        }
         timing = {"updates_per_second": 1 / seconds, "step_seconds_mean": seconds}
         result = {**header, **sections(shares, rng), "timing": timing}
         (path / "result.json").write_text(json.dumps(result), encoding="utf-8")
@@ -99,15 +115,28 @@ def write_run(
 
 
 def write_sweep(root: Path) -> Path:
-    """Two mixtures, seven methods, three seeds; one failed, one running, one corrupt run; evaluations on the way."""
-    methods = {"baseline": 0.60, "cagrad": 0.605, "gar": 0.62, "stgc": 0.58, "loadpen": 0.601, "switchaux": 0.6}
+    """Two mixtures, seven methods, three seeds with evaluations; a failed, a running and a corrupt run."""
+    methods = {
+        "baseline": 0.60,
+        "cagrad": 0.605,
+        "gar": 0.62,
+        "stgc": 0.58,
+        "loadpen": 0.601,
+        "switchaux": 0.6,
+    }
     rng = np.random.default_rng(5)
     for mixture in ("six", "seven_mrpc"):
         for method, level in {**methods, "stgc_load": 0.585}.items():
             for seed in (1, 2, 3):
                 shares = {task: float(level + rng.normal(0, 0.01)) for task in TASKS[mixture]}
                 write_run(
-                    root, method, seed, mixture, accuracy=shares, evaluations=(500, 1000, 1500), seconds=0.1 + level / 9
+                    root,
+                    method,
+                    seed,
+                    mixture,
+                    accuracy=shares,
+                    evaluations=(500, 1000, 1500),
+                    seconds=0.1 + level / 9,
                 )
     write_run(root, "gar", 4, "six", state=FAILED)
     write_run(root, "gar", 5, "six", state=RUNNING)
@@ -156,7 +185,11 @@ def test_wrong_results_are_unreadable(tmp_path: Path, change: dict[str, Any], re
 
 def test_missing_and_broken_configuration(tmp_path: Path) -> None:
     path = write_run(tmp_path, "gar", 1)
-    for text, reason in (("a: [", "not valid YAML"), ("- 1", "not a mapping"), ("method: gar", "method is not a mapping")):
+    for text, reason in (
+        ("a: [", "not valid YAML"),
+        ("- 1", "not a mapping"),
+        ("method: gar", "method is not a mapping"),
+    ):
         (path / "config.yaml").write_text(text)
         assert reason in str(read_run(path).reason)
     (path / "config.yaml").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import functools
 import io
@@ -28,6 +29,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 from typer.testing import CliRunner
 
 from gar.cli import sweep as cli
+from gar.config import build
 from gar.errors import UserError
 from gar.experiments import store
 from gar.experiments.executors import Event, Job, LocalExecutor, StopSignals, describe_exit, drive
@@ -35,6 +37,7 @@ from gar.experiments.progress import View
 from gar.experiments.store import State
 from gar.experiments.suite import Suite, build_suite
 from gar.experiments.sweep import hold, make_plan, read_status, run_sweep
+from gar.training import train_from_config
 
 Tree = dict[str, Any]
 
@@ -45,6 +48,7 @@ Tree = dict[str, Any]
 def tiny_world() -> Path:
     """A directory with a tiny BERT and two tasks as CSV files."""
     directory = Path(tempfile.mkdtemp(prefix="gar-tiny-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
     (directory / "vocab.txt").write_text("\n".join(words))
     torch.manual_seed(0)
@@ -328,6 +332,78 @@ def test_the_first_signal_asks_and_the_second_acts() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+# ---------------------------------------------------------------------- worker processes, without a model
+
+PRETENDER = """
+import json, os, signal, sys, time
+def say(**event):
+    print(json.dumps(event), flush=True)
+say(kind="ready")
+for line in sys.stdin:
+    what = json.loads(line)["id"].split("-")[0]
+    say(kind="progress", stage="update", done=1, total=2, loss=0.5)
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exits":
+        sys.exit(3)
+    elif what == "broken":
+        say(kind="failed", error="RuntimeError", reason="strange", healthy=False)
+        break
+    elif what == "waits":
+        time.sleep(60)
+    else:
+        say(kind="finished", accuracy=os.getpid())
+"""
+
+
+class Pretended(LocalExecutor):
+    command = (sys.executable, "-c", PRETENDER)
+
+
+def play(executor: LocalExecutor, names: list[str], out: Path, **options: Any) -> dict[str, Event]:
+    jobs = (Job(name, {}, out / name) for name in names)
+    events = list(drive(executor, jobs, options.get("stopping", lambda: False)))
+    return {event.job.id: event for event in events if event.ends}
+
+
+def test_workers_die_and_are_replaced(tmp_path: Path) -> None:
+    names = ["good-1", "killed-1", "good-2", "broken-1", "good-3", "exits-1", "good-4"]
+    with Pretended(1, tmp_path / "logs") as executor:
+        ends = play(executor, names, tmp_path)
+        assert executor.busy == 0
+    assert [ends[name].kind for name in names] == ["finished", "failed"] * 3 + ["finished"]
+    reasons = [ends[f"{what}-1"].facts["reason"] for what in ("killed", "broken", "exits")]
+    assert reasons[0] == "the worker process was killed by SIGKILL"
+    assert reasons[1] == "strange"
+    assert "exit status 3" in reasons[2]
+    told = store.read_json(tmp_path / "killed-1" / store.FAILURE)
+    assert told == {"error": "Killed", "reason": reasons[0], "checkpoint": None}
+    assert len({ends[f"good-{i}"].facts["accuracy"] for i in range(1, 5)}) == 4  # process ids
+
+
+def test_a_worker_serves_one_job_after_another(tmp_path: Path) -> None:
+    with Pretended(2, tmp_path / "logs") as executor:
+        ends = play(executor, [f"good-{i}" for i in range(20)], tmp_path)
+    assert len(ends) == 20
+    assert len({event.facts["accuracy"] for event in ends.values()}) <= 2
+
+
+def test_workers_stop_when_asked(tmp_path: Path) -> None:
+    with Pretended(2, tmp_path / "logs") as executor:
+        seen: list[int] = []
+
+        def stopping() -> bool:
+            seen.append(executor.busy)
+            return len(seen) > 8
+
+        ends = play(executor, ["waits-1", "waits-2", "good-1"], tmp_path, stopping=stopping)
+    assert {name: event.kind for name, event in ends.items()} == {
+        "waits-1": "interrupted",
+        "waits-2": "interrupted",
+    }
+    assert not (tmp_path / "waits-1" / store.FAILURE).exists()
+
+
 # ---------------------------------------------------------------------- real workers
 
 
@@ -345,10 +421,10 @@ def failing_suite(seeds: int) -> Suite:
 
 
 def sabotage(job: Job) -> Job:
-    """The three that are to fail: a non-finite loss, a missing file, a killed worker (which runs for long)."""
+    """The three that are to fail: a non-finite loss, a missing file, a worker killed in a long run."""
     config = json.loads(json.dumps(job.config))
     if job.id == "tiny/a+b/gar-plain/seed-0":
-        config["optimizer"] |= {"learning_rate": 1e38, "updates": 20, "clip": 1e30}
+        config["optimizer"] |= {"learning_rate": 1e30, "updates": 20, "clip": 1e30}
     elif job.id == "tiny/a+b/gar-slow/seed-0":
         config["mixture"]["tasks"][0]["train"] = "/nowhere/at/all.csv"
     elif job.id == "tiny/a+b/baseline-slow/seed-1":
@@ -359,23 +435,26 @@ def sabotage(job: Job) -> Job:
 class Sabotaged(LocalExecutor):
     """Spoils three jobs on the way, and kills the worker of the third once it has a checkpoint."""
 
+    def __init__(self, out: Path) -> None:
+        super().__init__(1, out / store.SWEEP)
+        self.out = out
+
     def submit(self, job: Job) -> None:
         super().submit(sabotage(job))
 
     def events(self, timeout: float) -> list[Event]:
         victim = "tiny/a+b/baseline-slow/seed-1"
-        process = self.process_of(victim)
-        for worker in self._workers.values():
-            if process == worker.process.pid and worker.job is not None:
-                if list((worker.job.out / store.CHECKPOINTS).glob("[0-9]*")):
-                    os.kill(process, signal.SIGKILL)
+        if (process := self.process_of(victim)) and list(
+            (self.out / victim / store.CHECKPOINTS).glob("[0-9]*")
+        ):
+            os.kill(process, signal.SIGKILL)
         return super().events(timeout)
 
 
 def check_failing_sweep(out: Path, seeds: int) -> None:
     suite = failing_suite(seeds)
     plan = make_plan(suite, out)
-    with Sabotaged(1, out / store.SWEEP) as executor:
+    with Sabotaged(out) as executor:
         outcome = run_sweep(plan, executor, view=quiet(), keep_models=False)
     assert (outcome.finished, outcome.failed, outcome.exit_code) == (4 * seeds - 3, 3, 1)
     failures = read_status(out).failures
@@ -405,9 +484,6 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
         outcome = run_sweep(plan, executor, view=quiet())
     assert (outcome.finished, outcome.failed) == (8, 0)
     # A worker that ran other jobs before gives what a run of its own gives, bit for bit.
-    from gar.config import build
-    from gar.training import train_from_config
-
     run = next(r for r in failing_suite(2).runs() if r.id == "tiny/a+b/gar-slow/seed-1")
     alone = train_from_config(build(run.tree()), tmp_path / "alone")
     swept = store.read_json(tmp_path / run.id / store.RESULT)
@@ -427,9 +503,8 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     tree = {"settings": {"tiny": tiny_base(4000)}, "seeds": 2}
     (tmp_path / "long.yaml").write_text(yaml.safe_dump(tree))
     out = tmp_path / "runs"
-    command = [sys.executable, "-m", "gar", "sweep", str(tmp_path / "long.yaml"), "--out", str(out)]
-    if subprocess.run([sys.executable, "-c", "import gar.__main__"], capture_output=True).returncode:
-        command[1:3] = ["-c", "from gar.cli import main; main()"]
+    verb = ["-c", "from gar.cli import main; main()", "sweep"]
+    command = [sys.executable, *verb, str(tmp_path / "long.yaml"), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first = out / "tiny/a+b/baseline/seed-0"
         deadline = time.monotonic() + 90
@@ -448,7 +523,46 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     assert make_plan(build_suite(tree, "long", tmp_path), out).remaining == 2
 
 
+def test_a_worker_without_coordinator_checkpoints_and_leaves(tmp_path: Path) -> None:
+    """As after kill -9 of the coordinator: the worker's input ends."""
+    out = tmp_path / "run"
+    job = Job("x", build(tiny_base(100_000)).to_dict(), out)
+    with subprocess.Popen(
+        LocalExecutor.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job.message()) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if json.loads(line).get("stage") == "update":
+                break
+        process.stdin.close()
+        told = [json.loads(line) for line in process.stdout]
+        assert process.wait(30) == 0
+    assert told[-1]["kind"] == "interrupted"
+    assert len(list((out / store.CHECKPOINTS).glob("[0-9]*"))) == 1
+    assert store.state(out) is State.UNFINISHED
+
+
 # ---------------------------------------------------------------------- the command line
+
+
+def test_the_live_view_draws(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with View(4, 1, Console(file=screen, force_terminal=True, width=120)) as view:
+        jobs = [Job(f"tiny/five/gar/seed-{i}", {}, tmp_path) for i in range(3)]
+        for job in jobs:
+            view.follow(Event(job, "started"))
+        view.follow(Event(jobs[0], "progress", {"stage": "update", "done": 2, "total": 9, "loss": 0.25}))
+        view.follow(Event(jobs[1], "finished", {"accuracy": 0.75, "seconds": 61.0}))
+        view.follow(Event(jobs[2], "failed", {"reason": "no [luck]", "seconds": 1.0}))
+    drawn = screen.getvalue()
+    assert "[2/4] finished tiny/five/gar/seed-1 in 1 min 1 s, accuracy 0.7500" in drawn
+    assert "FAILED tiny/five/gar/seed-2 in 1 s: no [luck]" in drawn
+    assert "update 2/9" in drawn
+    assert "1 failed" in drawn
+    assert view.now.keys() == {jobs[0].id}
 
 
 def invoke(*arguments: str) -> Any:

@@ -46,9 +46,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples of one update: ``ids``, ``mask`` [B, L]; ``labels``, ``tasks``, ``groups`` [B]; maybe ``keep``.
+    """Examples of one update: ``ids``, ``mask`` [B, L]; ``labels``, ``tasks``, ``groups`` [B].
 
-    ``sizes`` is (task, size) of every group; ``v`` and ``w`` their task and sample weights.
+    ``sizes`` is (task, size) of every group, ``v`` and ``w`` their task and sample weights; ``keep`` is the
+    experts' dropout mask, if any.
     """
 
     ids: Tensor
@@ -214,7 +215,8 @@ def run_passes(
     ends = list(accumulate(split or [len(batch.sizes)]))
     assert ends[-1] == len(batch.sizes)
     wants = "gradients" in method.observes
-    steps = []
+    steps: list[Pass] = []
+    scratch: dict[str, Any] = {}
     for first, last in zip([0, *ends[:-1]], ends, strict=True):
         part = batch.part(first, last)
         watching: contextlib.AbstractContextManager[Observed | None] = (
@@ -224,7 +226,7 @@ def run_passes(
             rows = losses_of(part)
             v, w = (torch.tensor(weights, dtype=rows.dtype) for weights in (part.v, part.w))
             weights = GroupWeights(part.groups, v, w, len(batch.sizes))
-            step = Pass.of(scale * weights.grouping.mean(rows), weights, parameters, seen)
+            step = Pass.of(scale * weights.grouping.mean(rows), weights, parameters, seen, scratch)
             if wants and observation == "per_group":
                 step.capture_per_group()
             method.backward(step)

@@ -28,7 +28,9 @@ _EXPORTS = {
     "Config": "gar.config",
     "train": "gar.training",
     "evaluate": "gar.evaluation",
+    "results": "gar.experiments.results",
 }
+_RENAMED = {"results": "load"}
 _MODULES = ("config", "data", "methods", "metrics", "nn", "training")
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from gar.config import Config
     from gar.data import Mixture, Task
     from gar.evaluation import evaluate
+    from gar.experiments.results import load as results
     from gar.model import MultiTaskModel
     from gar.objective import alignment_loss, association, marginal_scores
     from gar.observation import observe, per_group_gradients
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
+        return getattr(importlib.import_module(_EXPORTS[name]), _RENAMED.get(name, name))
     if name in _MODULES:
         return importlib.import_module(f"gar.{name}")
     raise AttributeError(f"module 'gar' has no attribute {name!r}")
@@ -74,6 +77,7 @@ __all__ = [
     "nn",
     "observe",
     "per_group_gradients",
+    "results",
     "straight_through",
     "train",
 ]

@@ -24,7 +24,9 @@ def resolve(name: str) -> str:
         path = Path(name).expanduser()
         if path.is_dir():
             if not (path / "config.json").is_file():
-                raise UserError(f"backbone.name {name}: the directory has no config.json; expected a saved model")
+                raise UserError(
+                    f"backbone.name {name}: the directory has no config.json; expected a saved model"
+                )
             return str(path)
         if path.is_absolute() or name.startswith("."):
             raise UserError(f"backbone.name {name}: no such directory")
@@ -48,7 +50,9 @@ def load_tokenizer(config: BackboneConfig, directory: str | Path | None = None) 
         # Padding is masked everywhere, so any existing id serves; a new one would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
-        raise UserError(f"backbone.name {config.name}: its tokenizer has no pad, eos or unk token to pad with")
+        raise UserError(
+            f"backbone.name {config.name}: its tokenizer has no pad, eos or unk token to pad with"
+        )
     return tokenizer
 
 

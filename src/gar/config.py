@@ -41,7 +41,9 @@ class BackboneConfig(Section):
     trainable: bool = Field(False, description="train the backbone too")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="dtype of its weights")
     pooling: Literal["mean", "first", "last"] = Field("mean", description="over non-padding tokens")
-    max_length: int = Field(128, ge=8, description="tokens; longer inputs are truncated, longest segment first")
+    max_length: int = Field(
+        128, ge=8, description="tokens; longer inputs are truncated, longest segment first"
+    )
     gradient_checkpointing: bool = Field(False, description="trade time for memory in a trainable backbone")
     random_weights: bool = Field(False, description="fresh weights from the config (benchmarks, smoke runs)")
 
@@ -60,7 +62,9 @@ class ExpertsConfig(Section):
     @model_validator(mode="after")
     def _top_k_fits(self) -> Self:
         if self.top_k > self.count:
-            raise ValueError(f"experts.top_k is {self.top_k} but experts.count is {self.count}; expected top_k <= count")
+            raise ValueError(
+                f"experts.top_k is {self.top_k} but experts.count is {self.count}; expected top_k <= count"
+            )
         return self
 
 
@@ -77,14 +81,18 @@ class TaskConfig(Section):
     hub_config: str | None = None
     train_split: str = "train"
     validation_split: str = "validation"
-    drop_empty: bool = Field(False, description="drop rows with an empty text or label instead of refusing them")
+    drop_empty: bool = Field(
+        False, description="drop rows with an empty text or label instead of refusing them"
+    )
 
     @field_validator("labels", mode="before")
     @classmethod
     def _label_names(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             if any(isinstance(name, bool) for name in value):
-                raise ValueError("YAML reads unquoted yes/no/true/false as booleans; expected quoted label names")
+                raise ValueError(
+                    "YAML reads unquoted yes/no/true/false as booleans; expected quoted label names"
+                )
             return tuple(str(name) if isinstance(name, int | float) else name for name in value)
         return value
 
@@ -141,9 +149,13 @@ class Config(Section):
     cache: CacheConfig = CacheConfig()
     observation: Literal["one_pass", "per_group"] = "one_pass"
     precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the computation")
-    max_tokens_per_pass: int | None = Field(None, ge=1, description="split an update over passes of whole groups")
+    max_tokens_per_pass: int | None = Field(
+        None, ge=1, description="split an update over passes of whole groups"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, …")
-    data_dir: str | None = Field(None, description="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub")
+    data_dir: str | None = Field(
+        None, description="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub"
+    )
     tracking: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
     preset: str | None = Field(None, description="the paper preset this configuration came from, if any")
     seed: int = Field(0, ge=0)
@@ -166,7 +178,9 @@ class Config(Section):
     def _compatible(self) -> Self:
         per_task = -(-self.mixture.batch_size // self.mixture.group_size)
         groups = per_task * len(self.mixture.tasks) if self.mixture.tasks else None
-        problem = self.method.check(Choices(self.experts.site, self.experts.count, self.experts.top_k, groups))
+        problem = self.method.check(
+            Choices(self.experts.site, self.experts.count, self.experts.top_k, groups)
+        )
         if problem:
             raise ValueError(f"method.name is {self.method.name}: {problem}")
         return self
@@ -231,12 +245,14 @@ def load_tree(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+        raise UserError(
+            f"{path}{where}: not valid YAML ({getattr(error, 'problem', None) or error})"
+        ) from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of configuration keys, found {type(tree).__name__}")
-    return _anchor_paths(_number(tree), path.resolve().parent)
+    return anchor_paths(_number(tree), path.resolve().parent)
 
 
 def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -290,7 +306,9 @@ def _keys_at(model: type[BaseModel], location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        if not (isinstance(current, type) and issubclass(current, BaseModel) and part in current.model_fields):
+        if not (
+            isinstance(current, type) and issubclass(current, BaseModel) and part in current.model_fields
+        ):
             return []
         current = current.model_fields[part].annotation
         for candidate in _members(current):
@@ -319,7 +337,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
+def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     def anchored(value: Any) -> Any:
         return str(base / Path(value).expanduser()) if isinstance(value, str) else value
 

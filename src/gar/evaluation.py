@@ -69,7 +69,10 @@ def evaluate(
     with evaluating(model):
         forward = forward_pass(model, mixture, source, options.batch_tokens)
         probe = gradient_probe(model, mixture, source, options.probe_examples)
-    return {"accuracy": accuracies(mixture.tasks, forward), "routing": routing_summary(model, mixture, forward, probe)}
+    return {
+        "accuracy": accuracies(mixture.tasks, forward),
+        "routing": routing_summary(model, mixture, forward, probe),
+    }
 
 
 @torch.inference_mode()

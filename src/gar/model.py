@@ -59,7 +59,9 @@ class SiteState:
     def to(self, device: torch.device, dtype: torch.dtype) -> SiteState:
         """Moved, with floating tensors in ``dtype``."""
         x = None if self.x is None else self.x.to(device, dtype, non_blocking=True)
-        return SiteState(x, self.base.to(device, dtype, non_blocking=True), self.mask.to(device, non_blocking=True))
+        return SiteState(
+            x, self.base.to(device, dtype, non_blocking=True), self.mask.to(device, non_blocking=True)
+        )
 
 
 class Output(NamedTuple):
@@ -185,7 +187,9 @@ class MultiTaskModel(nn.Module):
                 return cls._load_saved(Path(name), saved)
             name = BackboneConfig(name=str(name))
         if tasks is None:
-            raise UserError(f"{name.name} is a backbone without heads; give tasks=, or the directory of a saved model")
+            raise UserError(
+                f"{name.name} is a backbone without heads; give tasks=, or the directory of a saved model"
+            )
         experts = experts if isinstance(experts, ExpertsConfig) else ExpertsConfig(**(experts or {}))
         tokenizer = load_tokenizer(name)
         backbone = load_backbone(name)
@@ -233,7 +237,9 @@ class MultiTaskModel(nn.Module):
             "backbone_fingerprint": None if self.saves_backbone else self.backbone_fingerprint,
             "experts": self.experts_config.model_dump(mode="json"),
             "precision": self.precision,
-            "tasks": [{"name": t.name, "labels": list(t.labels), "text": list(t.text)} for t in self.tasks.values()],
+            "tasks": [
+                {"name": t.name, "labels": list(t.labels), "text": list(t.text)} for t in self.tasks.values()
+            ],
         }
         # Written last: a directory with it is complete.
         (directory / CONFIG_FILE).write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
@@ -268,7 +274,9 @@ class MultiTaskModel(nn.Module):
         """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error."""
         own = self.owned_state()
         if missing := sorted(own.keys() - stored.keys()):
-            raise UserError(f"{where}: lacks {missing[0]!r}" + (f" and {len(missing) - 1} more" * (len(missing) > 1)))
+            raise UserError(
+                f"{where}: lacks {missing[0]!r}" + (f" and {len(missing) - 1} more" * (len(missing) > 1))
+            )
         if extra := sorted(stored.keys() - own.keys()):
             raise UserError(f"{where}: has unknown key {extra[0]!r}")
         for key, tensor in own.items():
@@ -323,7 +331,9 @@ class MultiTaskModel(nn.Module):
                 base = pool(base, mask, self.config.pooling)
             return SiteState(x, base, mask)
 
-    def suffix(self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None = None) -> Output:
+    def suffix(
+        self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None = None
+    ) -> Output:
         """From the expert site to the logits.
 
         ``segments`` names the task of consecutive rows: ``[("rte", 32), ("cb", 16)]``. ``keep`` is the
@@ -365,12 +375,22 @@ class MultiTaskModel(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(input_ids, mask, token_type_ids)`` of examples of one or more splits, padded to the longest."""
         assert self.tokenizer.pad_token_id is not None
-        spans = [(split, slice(split.offsets[i], split.offsets[i + 1])) for split, indices in parts for i in indices]
-        ids = torch.from_numpy(pad([split.ids[span] for split, span in spans], int(self.tokenizer.pad_token_id)))
+        spans = [
+            (split, slice(split.offsets[i], split.offsets[i + 1]))
+            for split, indices in parts
+            for i in indices
+        ]
+        ids = torch.from_numpy(
+            pad([split.ids[span] for split, span in spans], int(self.tokenizer.pad_token_id))
+        )
         lengths = torch.tensor([span.stop - span.start for _, span in spans])
         mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
         types = [None if split.types is None else split.types[span] for split, span in spans]
-        type_ids = None if any(t is None for t in types) else torch.from_numpy(pad([t for t in types if t is not None], 0))
+        type_ids = (
+            None
+            if any(t is None for t in types)
+            else torch.from_numpy(pad([t for t in types if t is not None], 0))
+        )
         device = self.device
         return ids.to(device), mask.to(device), None if type_ids is None else type_ids.to(device)
 
@@ -396,13 +416,13 @@ class MultiTaskModel(nn.Module):
                 result[torch.from_numpy(indices)] = probabilities
         return result
 
-    def predict(self, task: str, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Prediction]:
+    def predict(
+        self, task: str, texts: Sequence[str], pairs: Sequence[str] | None = None
+    ) -> list[Prediction]:
         """Label names and probabilities for texts (and their pairs)."""
         labels = self.task(task).labels
         rows = self.predict_probabilities(task, texts, pairs).tolist()
-        return [
-            Prediction(labels[int(np.argmax(row))], dict(zip(labels, row, strict=True))) for row in rows
-        ]
+        return [Prediction(labels[int(np.argmax(row))], dict(zip(labels, row, strict=True))) for row in rows]
 
     def task(self, name: str) -> TaskInfo:
         """A task by name, or an error with the nearest name."""
@@ -466,7 +486,9 @@ def _from_saved(cls: type[SectionT], values: dict[str, Any], directory: Path) ->
     known = {key: value for key, value in values.items() if key in cls.model_fields}
     if unknown := sorted(values.keys() - known.keys()):
         warnings.warn(
-            f"{directory}: ignoring {', '.join(unknown)}, saved by a newer version of gar", UserWarning, stacklevel=4
+            f"{directory}: ignoring {', '.join(unknown)}, saved by a newer version of gar",
+            UserWarning,
+            stacklevel=4,
         )
     return cls(**known)
 

@@ -13,6 +13,11 @@ from torch import Tensor
 EPS = 1e-8
 
 
+def accurate(x: Tensor) -> Tensor:
+    """float32, or wider if it already is: observations never accumulate in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def association(
     probabilities: Tensor,
     gradients: Tensor | None = None,
@@ -32,10 +37,11 @@ def association(
     >>> round(float(association(pairs, gram=gram)), 4)
     2.9
     """
-    mass = _squared_aggregates(probabilities, gradients, gram)
-    if normalize:
-        mass = mass / (probabilities.sum(0).to(mass.dtype) + eps)
-    return mass.sum()
+    with _full_precision(probabilities):
+        mass = _squared_aggregates(probabilities, gradients, gram)
+        if normalize:
+            mass = _over_load(mass, probabilities.to(mass.dtype).sum(0) + eps)
+        return mass.sum()
 
 
 def alignment_loss(
@@ -57,7 +63,8 @@ def alignment_loss(
     loss = -association(probabilities, gradients, gram=gram, eps=eps, normalize=normalize)
     if entropy_weight:
         # p log p is 0 at p = 0, in value and derivative: unselected experts must not turn it into inf * 0.
-        p = torch.where(probabilities > 0, probabilities, torch.ones_like(probabilities))
+        p = accurate(probabilities)
+        p = torch.where(p > 0, p, torch.ones_like(p))
         loss = loss + entropy_weight * (p * p.log()).sum()
     return loss
 
@@ -75,27 +82,28 @@ def marginal_scores(
     ``s_mk = 2 <G_k, g_m> / (d_k + eps) - ||G_k||^2 / (d_k + eps)^2``; without normalisation
     ``2 <G_k, g_m>``.
     """
+    _check(probabilities)
     probabilities = probabilities.detach()
-    if gram is None:
-        gradients = _observations(probabilities, gradients)
-        probabilities = probabilities.to(gradients.dtype)
-        aggregates = probabilities.T @ gradients  # [E, d]
-        inner = gradients @ aggregates.T
-    else:
-        gram = _gram(probabilities, gradients, gram)
-        probabilities = probabilities.to(gram.dtype)
-        inner = gram @ probabilities
-    if not normalize:
-        return 2 * inner
-    load = probabilities.sum(0) + eps
-    mass = (probabilities * inner).sum(0)
-    return 2 * inner / load - mass / load**2
+    with _full_precision(probabilities):
+        if gram is None:
+            gradients = _observations(probabilities, gradients)
+            probabilities = probabilities.to(gradients.dtype)
+            aggregates = probabilities.T @ gradients  # [E, d]
+            inner = gradients @ aggregates.T
+        else:
+            gram = _gram(probabilities, gradients, gram)
+            probabilities = probabilities.to(gram.dtype)
+            inner = gram @ probabilities
+        if not normalize:
+            return 2 * inner
+        load = probabilities.sum(0) + eps
+        mass = (probabilities * inner).sum(0)
+        return _over_load(2 * inner, load) - _over_load(mass, load**2)
 
 
 def _squared_aggregates(probabilities: Tensor, gradients: Tensor | None, gram: Tensor | None) -> Tensor:
     """``||G_k||^2`` [E] by the cheaper of the two ways."""
-    if probabilities.dim() != 2:
-        raise ValueError(f"probabilities must be [M, E], got shape {tuple(probabilities.shape)}")
+    _check(probabilities)
     if gram is None:
         gradients = _observations(probabilities, gradients)
         if len(gradients) >= 2 * probabilities.shape[1]:  # forward and backward against one Gram
@@ -107,6 +115,22 @@ def _squared_aggregates(probabilities: Tensor, gradients: Tensor | None, gram: T
     return (p * (gram @ p)).sum(0)
 
 
+def _check(probabilities: Tensor) -> None:
+    if probabilities.dim() != 2:
+        raise ValueError(f"probabilities must be [M, E], got shape {tuple(probabilities.shape)}")
+
+
+def _over_load(value: Tensor, load: Tensor) -> Tensor:
+    """``value / load``, and 0 for an unused expert where eps is 0."""
+    used = load > 0
+    return torch.where(used, value / torch.where(used, load, torch.ones_like(load)), torch.zeros_like(value))
+
+
+def _full_precision(like: Tensor) -> torch.autocast:
+    # A user's autocast around the whole step must not lower the objective's precision.
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def _observations(probabilities: Tensor, gradients: Tensor | None) -> Tensor:
     if gradients is None:
         raise ValueError("give the observations as gradients [M, d] or as gram= [M, M]")
@@ -115,7 +139,7 @@ def _observations(probabilities: Tensor, gradients: Tensor | None) -> Tensor:
             f"gradients must be [M, d] with M = {len(probabilities)} rows like probabilities, "
             f"got shape {tuple(gradients.shape)}"
         )
-    return _accurate(gradients.detach())
+    return accurate(gradients.detach())
 
 
 def _gram(probabilities: Tensor, gradients: Tensor | None, gram: Tensor) -> Tensor:
@@ -124,8 +148,4 @@ def _gram(probabilities: Tensor, gradients: Tensor | None, gram: Tensor) -> Tens
     m = len(probabilities)
     if gram.shape != (m, m):
         raise ValueError(f"gram must be [{m}, {m}] like the rows of probabilities, got {tuple(gram.shape)}")
-    return _accurate(gram.detach())
-
-
-def _accurate(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return accurate(gram.detach())

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gar.nn.bank import Call, Factors, RoutedExperts, accurate, expert_banks
+from gar.nn.bank import Call, Factors, RoutedExperts, expert_banks
+from gar.objective import accurate
 from gar.routing import Routing, mean_over_tokens
 
 
@@ -29,11 +30,15 @@ class Grouping:
     def __init__(self, groups: Tensor, count: int | None = None) -> None:
         listed = torch.as_tensor(groups).detach().cpu()
         if listed.dim() != 1 or listed.is_floating_point():
-            raise ValueError(f"groups must be an integer vector, got {listed.dtype} of shape {tuple(listed.shape)}")
+            raise ValueError(
+                f"groups must be an integer vector, got {listed.dtype} of shape {tuple(listed.shape)}"
+            )
         largest = int(listed.max()) if len(listed) else -1
         self.count = largest + 1 if count is None else count
         if largest >= self.count or (len(listed) and int(listed.min()) < -1):
-            raise ValueError(f"group numbers must be -1 (not counted) or in [0, {self.count}), got up to {largest}")
+            raise ValueError(
+                f"group numbers must be -1 (not counted) or in [0, {self.count}), got up to {largest}"
+            )
         self.rows = len(listed)
         self.sizes = torch.bincount(listed[listed >= 0], minlength=self.count)
         width = int(self.sizes.max()) if self.count else 0
@@ -41,29 +46,34 @@ class Grouping:
         self._consecutive = self.rows == self.count * width and bool(
             (listed == torch.arange(self.count).repeat_interleave(max(width, 1))[: self.rows]).all()
         )
-        self._device = groups.device
         if not self._consecutive:
             order = listed.argsort(stable=True)[int((listed < 0).sum()) :]
             slots = torch.arange(width).expand(self.count, width) < self.sizes.unsqueeze(1)
             index = torch.zeros(self.count, width, dtype=torch.long)
             index[slots] = order
-            self._index, self._slots = index.to(self._device), slots.to(self._device)
+            self._index, self._slots = index.to(groups.device), slots.to(groups.device)
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows [R, ...] as [M, n, ...], padded with zeros where a group is shorter than the longest."""
         if self._consecutive:
             return values.reshape(self.count, -1, *values.shape[1:])
-        slots = self._slots.reshape(*self._slots.shape, *[1] * (values.dim() - 1))
-        return values[self._index].masked_fill(~slots, 0)
+        index, slots = self._on(values.device)
+        return values[index].masked_fill(~slots.reshape(*slots.shape, *[1] * (values.dim() - 1)), 0)
 
     def scatter(self, gathered: Tensor, shape: Sequence[int]) -> Tensor:
         """The inverse of :meth:`gather` for values [M, n * tokens, ...] into zeros of ``shape`` [R, ...]."""
         if self._consecutive:
             return gathered.reshape(shape)
-        rows = gathered.reshape(*self._slots.shape, *shape[1:])
+        index, slots = self._on(gathered.device)
         result = gathered.new_zeros(tuple(shape))
-        result[self._index[self._slots]] = rows[self._slots]
+        result[index[slots]] = gathered.reshape(*slots.shape, *shape[1:])[slots]
         return result
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The gather index and its valid slots; moved once where values live elsewhere than the groups."""
+        if self._index.device != device:
+            self._index, self._slots = self._index.to(device), self._slots.to(device)
+        return self._index, self._slots
 
     def sum(self, values: Tensor) -> Tensor:
         """[R, ...] to [M, ...]."""
@@ -105,7 +115,9 @@ class _Record:
         if self.bank.experts.hidden_module is not None:
             yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
 
-    def _bank_hook(self, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Tensor, Routing]) -> None:
+    def _bank_hook(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Tensor, Routing]
+    ) -> None:
         output, routing = result
         if not output.requires_grad:
             return
@@ -180,18 +192,23 @@ class SiteObservation:
         weight of 0 gives a zero row). ``groups`` is int64 [N] for inputs [N, d]; for inputs [B, L, d] it is
         [B], one number a row, or [B, L], one a token; -1 is not counted. Slots follow the bank's order.
         """
-        return torch.cat([grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight)], dim=1)
+        with torch.autocast(group_weight.device.type, enabled=False):
+            return torch.cat(
+                [grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight)], dim=1
+            )
 
     def group_gram(self, groups: Tensor, group_weight: Tensor) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`, one slot in memory at a time."""
-        grams = (flat @ flat.T for flat in (g.flatten(1) for _, g in self._slot_gradients(groups, group_weight)))
-        return sum(grams, start=torch.zeros((), device=group_weight.device))
+        with torch.autocast(group_weight.device.type, enabled=False):
+            flats = (grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight))
+            return sum((flat @ flat.T for flat in flats), start=torch.zeros((), device=group_weight.device))
 
     def expert_group_gradients(self, groups: Tensor, group_weight: Tensor, expert: int) -> Tensor:
         """The part of one expert in :meth:`group_gradients`, [M, d] (gradient probe, section 6)."""
         call = self._call()
-        slots = self._grouped(call, self.bank.experts.expert_factors(call, expert), groups, group_weight)
-        return torch.cat([grad.flatten(1) for _, grad in slots], dim=1)
+        with torch.autocast(group_weight.device.type, enabled=False):
+            slots = self._grouped(call, self.bank.experts.expert_factors(call, expert), groups, group_weight)
+            return torch.cat([grad.flatten(1) for _, grad in slots], dim=1)
 
     def output_gradient(self, loss: Tensor) -> Tensor:
         """``d loss / d y`` at the gated expert sum y, before the backward and leaving the graph whole."""
@@ -235,7 +252,10 @@ class SiteObservation:
             raise ValueError(f"inputs must be [N, d] or [B, L, d], got gates of shape {tuple(gates.shape)}")
         if gates.dim() == 2:  # rows are units: one token each
             call = call._replace(
-                x=x.unsqueeze(1), gates=gates.unsqueeze(1), active=active.unsqueeze(1), delta=call.delta.unsqueeze(1)
+                x=x.unsqueeze(1),
+                gates=gates.unsqueeze(1),
+                active=active.unsqueeze(1),
+                delta=call.delta.unsqueeze(1),
             )
         return call
 
@@ -253,7 +273,9 @@ class SiteObservation:
             groups = groups.flatten()
             factors = {slot: _per_token(f, rows * tokens) for slot, f in factors.items()}
         elif len(groups) != rows:
-            raise ValueError(f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}")
+            raise ValueError(
+                f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
+            )
         grouping = Grouping(groups.to(call.delta.device), len(group_weight))
         weight = accurate(group_weight.detach().to(call.delta.device))
         undo = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
@@ -344,5 +366,3 @@ def mean_over_units(values: Tensor, mask: Tensor | None, grouping: Grouping) -> 
     weight = mask.to(values.dtype)
     totals = grouping.sum((values * weight.unsqueeze(-1)).sum(1))
     return totals / grouping.sum(weight.sum(1)).clamp(min=1).unsqueeze(-1)
-
-

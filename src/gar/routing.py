@@ -107,7 +107,7 @@ class Router(nn.Module):
         gates = _one_hot_gate(logits, selected) if self.top_k == 1 else _softmax_over(logits, selected)
         if mask is not None:
             valid = mask.bool().unsqueeze(-1)
-            gates, selected = gates * valid, selected & valid
+            gates, selected = gates.masked_fill(~valid, 0), selected & valid
             mask = mask.bool()
         return Routing(logits, gates, selected, mask)
 

@@ -82,7 +82,9 @@ _LLAMA = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta", "deberta-v2"), _BERT),
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "deberta", "deberta-v2"), _BERT
+    ),
     "distilbert": _DISTILBERT,
     "modernbert": _MODERNBERT,
     **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), _LLAMA),
@@ -98,7 +100,9 @@ def architecture(model: PreTrainedModel) -> Architecture:
             "every layer; expected an encoder with its own final FFN"
         )
     if kind not in ARCHITECTURES:
-        raise UserError(f"backbone is of type {kind}: not supported; expected one of {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"backbone is of type {kind}: not supported; expected one of {', '.join(ARCHITECTURES)}"
+        )
     entry = ARCHITECTURES[kind]
     try:
         layer = last_layer(model, entry)

@@ -20,9 +20,17 @@ ClickException: Any = UsageError.__bases__[0]
 
 #: verb: (module, attribute, one line of help). Modules are imported when their verb runs, so --help is quick.
 VERBS = {
-    "quickstart": ("gar.cli.quickstart", "quickstart", "Train Baseline and GAR on five real tasks, without a model hub."),
+    "quickstart": (
+        "gar.cli.quickstart",
+        "quickstart",
+        "Train Baseline and GAR on five real tasks, without a model hub.",
+    ),
     "train": ("gar.cli.train", "train", "Train one multi-task model."),
-    "evaluate": ("gar.cli.evaluate", "evaluate_run", "Measure a saved model on a mixture's validation splits."),
+    "evaluate": (
+        "gar.cli.evaluate",
+        "evaluate_run",
+        "Measure a saved model on a mixture's validation splits.",
+    ),
     "predict": ("gar.cli.predict", "predict", "Label texts with a trained model."),
     "diagnose": ("gar.cli.diagnose", "diagnose", "See what the experts of a saved model do."),
     "report": ("gar.cli.report", "report", "Tables and figures of any number of runs."),

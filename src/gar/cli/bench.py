@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gar.cli.common import DeviceOption
+from gar.cli.common import DataDirOption, DeviceOption, option_overrides
 from gar.training.run import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure update times on this machine; prints Markdown tables.")
@@ -16,14 +16,16 @@ print_line = Console(soft_wrap=True, highlight=False, markup=False).print
 
 @app.command()
 def step(
-    model: Annotated[list[str] | None, typer.Option(help="Architectures; default: minilm and roberta-base.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Architectures; default: minilm and roberta-base.")
+    ] = None,
     length: Annotated[int, typer.Option(help="Longest text in tokens (random, from half of it).")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed updates per line, after one warm-up.")] = 5,
     device: DeviceOption = None,
 ) -> None:
     """Update time of Baseline, GAR one_pass and GAR per_group, cached and uncached, as ratios to Baseline."""
-    from gar.experiments.bench import ARCHITECTURES, machine, step_table
     from gar.errors import one_of
+    from gar.experiments.bench import ARCHITECTURES, machine, step_table
 
     names = model or ["minilm", "facebookai/roberta-base"]
     for name in names:
@@ -31,7 +33,9 @@ def step(
             raise one_of("--model", name, ARCHITECTURES)
     where = resolve_device(device or "auto")
     facts = ", ".join(f"{key} {value}" for key, value in machine(where).items())
-    print_line(f"Five tasks, batches of 32 in groups of 8, up to {length} tokens; {repeats} updates a line. {facts}.\n")
+    print_line(
+        f"Five tasks, batches of 32 in groups of 8, up to {length} tokens; {repeats} updates a line. {facts}.\n"
+    )
     print_line("| model | features | method | ms per update (fastest to slowest) | ratio to Baseline |")
     print_line("|---|---|---|---|---|")
     for name, kind, timings in step_table(names, where, length, repeats):
@@ -70,3 +74,34 @@ def presets(
         gc.collect()
         if where.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@app.command()
+def methods(
+    mixture: Annotated[str, typer.Argument(help="A YAML file, mixture or task.")],
+    backbone: Annotated[str, typer.Option(help="Hub id, directory or minilm.")] = "minilm",
+    updates: Annotated[int, typer.Option(min=2, help="Length of each run.")] = 20,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """A short real run of every site, gate and method: loss at the first and last update, step time, memory."""
+    from gar.data import load_mixture
+    from gar.experiments.bench import every_combination, machine
+    from gar.experiments.presets import resolve_config
+
+    config = resolve_config(mixture, option_overrides(data_dir=data_dir))
+    data = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    where = resolve_device(device or "auto")
+    facts = ", ".join(f"{key} {value}" for key, value in machine(where).items())
+    print_line(f"{backbone} on {data.name}, {updates} updates. {facts}.\n")
+    print_line("| site | top-k | method | loss, first to last update | ms per update | peak GiB |")
+    print_line("|---|---|---|---|---|---|")
+    for line in every_combination(data, backbone, where, updates):
+        if line.losses is None or line.seconds is None:
+            print_line(f"| {line.site} | {line.top_k} | {line.method} | {line.note} | | |")
+            continue
+        peak = "" if line.peak_gib is None else f"{line.peak_gib:.2f}"
+        change = f"{line.losses[0]:.4f} to {line.losses[1]:.4f}"
+        print_line(
+            f"| {line.site} | {line.top_k} | {line.method} | {change} | {line.seconds * 1e3:.1f} | {peak} |"
+        )

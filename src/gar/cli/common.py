@@ -10,7 +10,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from gar.errors import UserError
@@ -18,14 +25,18 @@ from gar.training import Hooks
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Configuration overrides, e.g. optimizer.updates=500 method.name=gar."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Configuration overrides, e.g. optimizer.updates=500 method.name=gar."
+    ),
 ]
 SeedOption = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DataDirOption = Annotated[
     Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub.")
 ]
-NoCacheOption = Annotated[bool, typer.Option("--no-cache", help="Compute the frozen prefix anew for every batch.")]
+NoCacheOption = Annotated[
+    bool, typer.Option("--no-cache", help="Compute the frozen prefix anew for every batch.")
+]
 
 ROUTING_COLUMNS = {
     "load_variance": ("load variance", "{:.5f}"),
@@ -90,7 +101,9 @@ def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], 
         table.add_row(task, f"{share:.3f}", *cells)
     table.add_section()
     mean = sum(majority.values()) / len(majority)
-    table.add_row("macro accuracy", f"{mean:.3f}", *(f"{r['accuracy']['macro']:.4f}" for r in results), style="bold")
+    table.add_row(
+        "macro accuracy", f"{mean:.3f}", *(f"{r['accuracy']['macro']:.4f}" for r in results), style="bold"
+    )
     for key, (name, form) in ROUTING_COLUMNS.items():
         table.add_row(name, "", *(form.format(result["routing"][key]) for result in results))
     return table

@@ -28,8 +28,12 @@ def predict(
     texts: Annotated[
         list[str] | None, typer.Argument(help="Texts; for a task on pairs: first second first second …")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task; default: every task of the right form.")] = None,
-    file: Annotated[Path | None, typer.Option(help="CSV, TSV, JSONL or Parquet with the task's text columns.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Only this task; default: every task of the right form.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="CSV, TSV, JSONL or Parquet with the task's text columns.")
+    ] = None,
     output: Annotated[str, typer.Option("--format", help="table, json, jsonl or csv.")] = "table",
     device: DeviceOption = None,
 ) -> None:
@@ -100,7 +104,9 @@ def _write(rows: list[dict[str, Any]], output: str) -> None:
         for row in rows:
             text, pair = (row["text"], "") if isinstance(row["text"], str) else row["text"]
             top = row["probabilities"][row["label"]]
-            writer.writerow([row["task"], text, pair, row["label"], f"{top:.6f}", json.dumps(row["probabilities"])])
+            writer.writerow(
+                [row["task"], text, pair, row["label"], f"{top:.6f}", json.dumps(row["probabilities"])]
+            )
     else:
         table = Table("task", "text", "label", "probabilities")
         for row in rows:

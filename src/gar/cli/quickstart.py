@@ -11,7 +11,15 @@ import typer
 from rich.console import Console
 
 from gar import config as configuration
-from gar.cli.common import DeviceOption, Overrides, SeedOption, option_overrides, progress_hooks, read_result, result_table
+from gar.cli.common import (
+    DeviceOption,
+    Overrides,
+    SeedOption,
+    option_overrides,
+    progress_hooks,
+    read_result,
+    result_table,
+)
 from gar.data import load_mixture
 from gar.errors import UserError
 from gar.training import train_from_config
@@ -26,7 +34,9 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="Where the two run directories go.")] = Path("runs/quickstart"),
     seed: SeedOption = None,
     device: DeviceOption = None,
-    again: Annotated[bool, typer.Option("--again", help="Train anew even where a finished run is there.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Train anew even where a finished run is there.")
+    ] = False,
 ) -> None:
     """Train Baseline and GAR on five BIG-bench tasks that pull in different directions, and compare them.
 
@@ -43,7 +53,9 @@ def quickstart(
         config = base if method == base.method.name else base.override({"method.name": method})
         directory = out / f"{method}-seed{config.seed}"
         if not again and _finished(directory, config):
-            console.print(f"{method}: finished earlier, {directory}", style="dim", markup=False, soft_wrap=True)
+            console.print(
+                f"{method}: finished earlier, {directory}", style="dim", markup=False, soft_wrap=True
+            )
         else:
             if directory.is_dir():
                 _make_way(directory)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.markup import escape
+from rich.table import Table
 
 from gar.experiments import report as reporting
-from gar.experiments.report import tables
-from gar.experiments.report.table import Table
-from gar.experiments.results import Results, load
+from gar.experiments.results import METRICS, Results, load
+from gar.experiments.results_reading import RUNNING
+
+COLUMNS = ("load_variance", "utilization", "gradient_mass_purity")
 
 
 def report(
@@ -25,12 +29,10 @@ def report(
     ] = None,
     common_seeds: Annotated[
         bool,
-        typer.Option(
-            "--common-seeds", help="Compare the seeds that both sides have instead of refusing; it is noted."
-        ),
+        typer.Option("--common-seeds", help="Compare the seeds that both sides have, and note it."),
     ] = False,
 ) -> None:
-    """Write report.html, report.md, tables.tex and CSV files; finished, running and failed runs are all shown."""
+    """Write report.html, report.md, tables.tex and CSV files of finished, running and failed runs."""
     results = load(runs)
     written = reporting.write(results, out or default_out(runs), common_seeds)
     console = Console()
@@ -53,25 +55,43 @@ def default_out(runs: list[Path]) -> Path:
 def _print(console: Console, results: Results, common_seeds: bool) -> None:
     frame = results.endpoints(common_seeds)
     for setting in results.settings:
-        console.print(setting, style="bold", markup=False, highlight=False)
-        _table(console, tables.endpoints(results, setting, frame))
-    problems = tables.problems(results)
-    if problems.rows:
-        _table(console, problems)
+        rows = frame[frame["setting"] == setting].to_dict("records")
+        console.print(_endpoints(setting, rows))
+        for row in rows:
+            if row["note"]:
+                _line(console, f"{row['scope']}, {row['variant']}: {row['note']}", "yellow")
+    if len(frame) and frame["seeds"].min() == 1:
+        _line(console, "One seed says nothing about spread.", "dim")
+    for note in results.notes:
+        _line(console, note, "dim")
     for run, said in results.collapses:
-        console.print(f"{run.path}: {said}", style="yellow", markup=False)
+        _line(console, f"{run.path}: {said}", "yellow")
+    for run in results.problems:
+        _line(console, f"{run.state} {run.path}: {run.reason}", "red" if run.state != RUNNING else "dim")
 
 
-def _table(console: Console, table: Table) -> None:
-    shown = RichTable(title=table.caption, title_justify="left")
-    for column in table.columns:
-        shown.add_column(column.label, justify="right" if column.number else "left")
-    previous = table.rows[0].group if table.rows else ""
-    for row in table.rows:
-        if row.group != previous:
-            shown.add_section()
-        previous = row.group
-        shown.add_row(*(cell.text.replace("[", "\\[") for cell in row.cells))
-    console.print(shown)
-    for note in table.notes:
-        console.print(f"  {note}", markup=False, highlight=False, style="dim")
+def _endpoints(setting: str, rows: list[dict[str, Any]]) -> Table:
+    """Narrow enough for a terminal; the files have all columns."""
+    table = Table(title=escape(setting), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("mixture")
+    table.add_column("method", min_width=9)
+    for label in ("seeds", "acc. % ± std", "load var.", "util.", "purity", "Pareto"):
+        table.add_column(label, justify="right", no_wrap=True)
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        accuracy = METRICS["accuracy"].text(row["accuracy"])
+        spread = "" if math.isnan(row["accuracy_std"]) else f" ± {100 * row['accuracy_std']:.2f}"
+        shown = [METRICS[name].text(row[name]) for name in COLUMNS]
+        names = ["mean" if row["kind"] == "all" else escape(row["scope"]), escape(row["variant"])]
+        table.add_row(
+            *names,
+            str(row["seeds"]),
+            accuracy + spread,
+            *shown,
+            "●" if row["pareto"] else "",
+            end_section=after is not None and after["scope"] != row["scope"],
+        )
+    return table
+
+
+def _line(console: Console, text: str, style: str) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -30,7 +30,10 @@ class RunByDefault(TyperGroup):
 
 
 app = typer.Typer(
-    cls=RunByDefault, no_args_is_help=True, help="Run a suite: settings x mixtures x methods x seeds."
+    cls=RunByDefault,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Run a suite: settings x mixtures x methods x seeds.",
 )
 
 

@@ -26,9 +26,13 @@ from gar.training.run import majority_shares
 
 
 def train(
-    what: Annotated[str, typer.Argument(metavar="FILE|MIXTURE|PRESET", help="A YAML file, a mixture or a preset.")],
+    what: Annotated[
+        str, typer.Argument(metavar="FILE|MIXTURE|PRESET", help="A YAML file, a mixture or a preset.")
+    ],
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/<mixture>-<method>-<seed>-<time>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; default runs/<mixture>-<method>-<seed>-<time>.")
+    ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     data_dir: DataDirOption = None,

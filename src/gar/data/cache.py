@@ -85,7 +85,9 @@ class Writer:
         self._arrays.clear()
         np.save(self.directory / "offsets.npy", self.tokens.offsets, allow_pickle=False)
         files = {path.name: checksum(path) for path in sorted(self.directory.glob("*.npy"))}
-        (self.directory / MANIFEST).write_text(json.dumps({"version": VERSION, "files": files}), encoding="utf-8")
+        (self.directory / MANIFEST).write_text(
+            json.dumps({"version": VERSION, "files": files}), encoding="utf-8"
+        )
 
 
 def key_of(facts: Mapping[str, Any], tokens: TokenizedSplit) -> str:
@@ -115,7 +117,9 @@ def open_or_build(
             "(cache.directory=DIR, or --no-cache)"
         ) from error
     if features is None:
-        raise UserError(f"feature cache {entry}: reads back other bytes than were written; the disk may be failing")
+        raise UserError(
+            f"feature cache {entry}: reads back other bytes than were written; the disk may be failing"
+        )
     return features
 
 
@@ -136,7 +140,9 @@ def _build(entry: Path, tokens: TokenizedSplit, dtype: np.dtype[Any], fill: Call
 def _open(entry: Path) -> Features | None:
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION or any(checksum(entry / n) != c for n, c in manifest["files"].items()):
+        if manifest["version"] != VERSION or any(
+            checksum(entry / n) != c for n, c in manifest["files"].items()
+        ):
             return None
         names = set(manifest["files"])
         offsets = np.load(entry / "offsets.npy", allow_pickle=False)

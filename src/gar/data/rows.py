@@ -129,7 +129,9 @@ def _read(recipe: Recipe, table: Table) -> Iterator[_Example]:
         yield _Example(table, number, segments, _label_name(table, number, recipe.label, row[recipe.label]))
 
 
-def _segments(text: tuple[Segment, ...], table: Table, number: int, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _segments(
+    text: tuple[Segment, ...], table: Table, number: int, row: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The one or two texts of a row; a missing key or a value that is no string is refused, null is empty."""
     texts: dict[str, str] = {}
     for column in (column for segment in text for column in segment):
@@ -154,7 +156,9 @@ def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] 
     for number, row in table.rows:
         rows.append(_segments(segments, table, number, row))
         if not all(part.strip() for part in rows[-1]):
-            raise UserError(f"{table.source}, {table.unit} {number}: empty text; expected something to classify")
+            raise UserError(
+                f"{table.source}, {table.unit} {number}: empty text; expected something to classify"
+            )
     if not rows:
         raise UserError(f"{table.source}: no rows; expected texts to classify")
     return [row[0] for row in rows], [row[1] for row in rows] if len(segments) == 2 else None

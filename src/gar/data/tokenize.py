@@ -61,7 +61,11 @@ def _encode(
     if pairs is not None and not has_pair_form(tokenizer):
         return [_joined(tokenizer, a, b, max_length) for a, b in zip(texts, pairs, strict=True)], []
     encoding = tokenizer(
-        texts, pairs, truncation="longest_first" if pairs is not None else True, max_length=max_length, padding=False
+        texts,
+        pairs,
+        truncation="longest_first" if pairs is not None else True,
+        max_length=max_length,
+        padding=False,
     )
     return encoding["input_ids"], encoding.get("token_type_ids", [])
 

@@ -5,6 +5,7 @@ Nothing is downloaded: architectures are written here as transformers configurat
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,18 +21,19 @@ from tokenizers.models import WordLevel
 from transformers import AutoModel, PreTrainedConfig, PreTrainedTokenizerFast
 
 from gar.backbone import DTYPES
-from gar.config import CacheConfig, Config
+from gar.config import CacheConfig, Config, build
 from gar.data.batches import Updates
 from gar.data.cache import Features
+from gar.data.task import Mixture
 from gar.data.tokenize import TokenizedSplit
-from gar.methods import GAR, Baseline, Method
+from gar.errors import UserError
+from gar.methods import GAR, REGISTRY, Baseline, Method
 from gar.model import MultiTaskModel, TaskInfo, length_bucketed
 from gar.seeds import derive_seed
+from gar.training import Hooks, TrainingFailure, train
 from gar.training.loop import make_optimizer
 from gar.training.sources import CachedSource, RawSource, Source
 from gar.training.step import UpdateOptions, run_update
-
-Loss = list[float]
 
 
 def _bert(hidden: int, layers: int, heads: int, inner: int) -> PreTrainedConfig:
@@ -89,6 +91,22 @@ class Timing:
     slowest: float
     peak_gib: float | None
     finite: bool
+
+
+SITES = ("lora_ffn", "full_ffn", "lora_head")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One line of :func:`every_combination`; ``note`` says why a combination was refused or stopped."""
+
+    site: str
+    top_k: int
+    method: str
+    seconds: float | None
+    peak_gib: float | None
+    losses: tuple[float, float] | None
+    note: str
 
 
 def synthetic_model(config: Config, classes: Sequence[int], device: torch.device) -> MultiTaskModel:
@@ -155,7 +173,9 @@ def _room(array: torch.Tensor | None, rows: int, like: torch.Tensor) -> torch.Te
 class Stepper:
     """Whole updates - groups, gradients, clip, AdamW - of one model under one method."""
 
-    def __init__(self, config: Config, model: MultiTaskModel, source: Source, method: Method, observation: str) -> None:
+    def __init__(
+        self, config: Config, model: MultiTaskModel, source: Source, method: Method, observation: str
+    ) -> None:
         self.config, self.model, self.source, self.method = config, model, source, method
         names = list(model.tasks)
         mixture = config.mixture
@@ -231,6 +251,41 @@ def one_update(config: Config, classes: Sequence[int], device: torch.device, rep
     source = RawSource(model, splits, CacheConfig())
     stepper = Stepper(config, model, source, config.method, config.observation)
     return measure({config.preset or config.backbone.name: stepper}, repeats)[0]
+
+
+def every_combination(
+    mixture: Mixture, backbone: str, device: torch.device, updates: int
+) -> Iterator[Combination]:
+    """A short run of every site, gate and method on a real mixture; backbones train except under ``lora_ffn``."""
+    for site, top_k, name in itertools.product(SITES, (4, 1), REGISTRY):
+        tree = {
+            "backbone": {"name": backbone, "trainable": site != "lora_ffn"},
+            "experts": {"site": site, "top_k": top_k},
+            "method": {"name": name},
+            "mixture": {"tasks": [task.name for task in mixture.tasks]},
+            "optimizer": {"updates": updates, "learning_rate": 1e-3 if site == "lora_ffn" else 5e-5},
+            "device": str(device),
+        }
+        try:
+            config = build(tree)
+        except UserError as refusal:
+            yield Combination(site, top_k, name, None, None, None, str(refusal).partition(": ")[2])
+            continue
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        model = MultiTaskModel.from_pretrained(
+            config.backbone, mixture.tasks, config.experts, seed=config.seed
+        )
+        seen: list[float] = []
+        hooks = Hooks(update=lambda done, total, loss, seen=seen: seen.append(loss))  # type: ignore[misc]
+        try:
+            result = train(model, mixture, config=config, hooks=hooks)
+        except TrainingFailure as failure:
+            yield Combination(site, top_k, name, None, None, None, str(failure))
+            continue
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        losses = (seen[0], seen[-1])
+        yield Combination(site, top_k, name, result["timing"]["step_seconds_mean"], peak, losses, "")
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -135,14 +135,14 @@ class StopSignals:
 class _Worker:
     """A worker process and the job that it has."""
 
-    def __init__(self, slot: int, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], slot: int, environment: dict[str, str], log: Path) -> None:
         self.slot = slot
         self.job: Job | None = None
         self.since = 0.0
         self.oom_kills = _oom_kills()
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gar.experiments.worker"],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -182,6 +182,8 @@ class _Worker:
 
 class LocalExecutor:
     """``jobs`` worker processes on this machine, the cores divided between them, GPUs dealt in turn."""
+
+    command: Sequence[str] = (sys.executable, "-m", "gar.experiments.worker")
 
     def __init__(self, jobs: int, logs: Path) -> None:
         if jobs < 1:
@@ -243,7 +245,7 @@ class LocalExecutor:
 
     def _start(self) -> _Worker:
         slot = next(slot for slot in range(self.jobs) if slot not in self._workers)
-        worker = _Worker(slot, self._environment(slot), self._log)
+        worker = _Worker(self.command, slot, self._environment(slot), self._log)
         self._workers[slot] = worker
         assert worker.process.stdout is not None
         self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
@@ -264,6 +266,9 @@ class LocalExecutor:
             return None
         if kind in ENDS:
             worker.job = None
+            if not line.pop("healthy", True):  # it leaves by itself; the next job gets a fresh process
+                self._forget(worker)
+                worker.end()
         if kind == "interrupted" and not self._stopping:
             # Somebody else stopped the worker. Its checkpoint is there, but the sweep has to say so.
             reason = f"the worker was told to stop by a signal; {line.get('reason', '')}"

@@ -3,14 +3,15 @@
     results = gar.results("runs/")
     figures.paired_gains(results)
 
-Each function draws one setting - named, or the only one there is - and raises :class:`NothingToDraw`, which says
-why, where the runs hold nothing for it.
+Each function draws one setting - named, or the only one there is. Where the runs hold nothing for it, it
+raises :class:`NothingToDraw`, which says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,7 @@ from gar.experiments.results_reading import Run
 ARROWS = {1: " (↑ better)", -1: " (↓ better)", 0: ""}
 
 
-class NothingToDraw(UserError):
+class NothingToDraw(UserError):  # noqa: N818 - no mistake of the user
     """The runs hold nothing for this figure; the message says why."""
 
 
@@ -87,9 +88,12 @@ def loads(results: Results, setting: str | None = None, mixture: str | None = No
         title(axes, f"{variant}, {_count(len(found))}")
         axes.set_xticks(ranks)
         axes.set_xlabel("expert, by load", fontsize=8)
-        axes.set_ylabel("share of load", fontsize=8)
-        axes.set_ylim(bottom=0)
         axes.grid(visible=False, axis="x")
+    panels.axes[0].set_ylim(
+        0, 1.08 * max(float(load.max()) for found in sorted_loads.values() for load in found)
+    )
+    for axes in panels.axes[:: panels.columns]:
+        axes.set_ylabel("share of load", fontsize=8)
     return panels.figure
 
 
@@ -129,14 +133,14 @@ def task_expert_heatmap(
     dress(bar.ax)
     bar.ax.grid(visible=False)
     bar.ax.axhline(uniform, color="black", linewidth=1.5)  # on white whatever the page is
-    bar.set_label(f"share of the task's load (line: uniform, {uniform:.3f})", fontsize=8, color=INK)
+    bar.set_label(f"share of task's load\n(line: uniform {uniform:.3f})", fontsize=8, color=INK)
     return panels.figure
 
 
 def paired_gains(
     results: Results, setting: str | None = None, metric: str = "accuracy", common_seeds: bool = False
 ) -> Figure:
-    """Paired differences with 95 % t intervals, single seeds as dots; a hollow mark has no interval (one seed)."""
+    """Paired differences with 95 % t intervals, seeds as dots; one seed is a hollow mark, no interval."""
     setting = _setting(results, setting)
     table = results.comparisons(metric, common_seeds)
     table = table[table["setting"] == setting]
@@ -151,11 +155,13 @@ def paired_gains(
         axes.axvline(0, color=INK, linewidth=0.8)
         for row in table[table["scope"] == scope].itertuples():
             y = pairs.index((row.a, row.b))
-            _interval(axes, row, y, shown.scale, look[row.a if row.b == "Baseline" else row.b], slug(row.a))
+            style = look[row.a if results.method(row.b) == "baseline" else row.b]
+            _interval(axes, row, y, shown.scale, style)
         title(axes, scope)
         axes.set_yticks(range(len(pairs)), [plain(f"{a} − {b}") for a, b in pairs])
         axes.set_ylim(len(pairs) - 0.4, -0.6)
         axes.set_xlabel(unit, fontsize=8)
+        axes.tick_params(labelbottom=True)
     return panels.figure
 
 
@@ -185,16 +191,14 @@ def pareto(
         axes.set_xlabel(METRICS[name].label + ARROWS[METRICS[name].better], fontsize=8)
         axes.set_ylabel("accuracy, % (↑ better)", fontsize=8)
         axes.locator_params(axis="x", nbins=5)
-    _legend(
-        panels, look, table["variant"], {v: p for v, p in zip(table["variant"], table["pareto"], strict=True)}
-    )
+    _legend(panels, look, table["variant"], dict(zip(table["variant"], table["pareto"], strict=True)))
     return panels.figure
 
 
 def coefficient_sweep(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
-    """Accuracy, purity, utilization and load variance over a method's coefficient; bars of one standard error.
+    """Accuracy, purity, utilization and load variance over the coefficient; bars of one standard error.
 
-    A curve joins variants that differ in nothing else. Coefficient 0 stands apart at the left of the axis, and
+    A curve joins variants that differ in nothing else. Coefficient 0 stands apart at the left of the axis;
     Baseline is the dashed line.
     """
     setting, where = _where(results, setting, scope)
@@ -204,7 +208,7 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
     look, lowest = _styles(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
     zero = 10.0 ** (math.floor(math.log10(lowest)) - 1)
     panels = Panels(len(PARETO), 4, 2.9, 2.7)
-    handles: dict[str, Line2D] = {}
+    handles: dict[str, Any] = {}
     for axes, name in zip(panels.axes, PARETO, strict=True):
         for label, curve in curves.items():
             style = {**look[next(iter(curve.values()))], "linestyle": "-"}
@@ -217,8 +221,8 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
             for at, _, _, values in points:
                 axes.plot([at] * len(values), values, ".", color=style["color"], alpha=0.4, markersize=4)
         for base in (v for v in results.variants(setting) if results.method(v) == "baseline"):
-            mean, *_ = _mean_error(results, name, setting, where, base)
-            handles.setdefault(base, axes.axhline(mean, color=INK, linestyle="--", linewidth=1))
+            level, *_ = _mean_error(results, name, setting, where, base)
+            handles.setdefault(base, axes.axhline(level, color=INK, linestyle="--", linewidth=1))
         axes.set_xscale("log")
         _coefficient_ticks(axes, sorted({c for curve in curves.values() for c in curve}), zero)
         title(axes, _with_unit(METRICS[name]) + ARROWS[METRICS[name].better])
@@ -260,14 +264,14 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
     return panels.figure
 
 
-def _interval(axes: Axes, row: object, y: int, scale: float, style: dict[str, object], name: str) -> None:
+def _interval(axes: Axes, row: Any, y: int, scale: float, style: dict[str, Any]) -> None:
     mean, low, high = (scale * getattr(row, key) for key in ("mean", "low", "high"))
     if math.isnan(mean):
         axes.text(0.98, y, "not compared", transform=axes.get_yaxis_transform(), ha="right", va="center",
                   fontsize=7, style="italic", color=INK)  # fmt: skip
         return
     color, marker = style["color"], style["marker"]
-    seeds = [scale * value for value in row.differences.values()]  # type: ignore[attr-defined]
+    seeds = [scale * value for value in row.differences.values()]
     (dots,) = axes.plot(
         seeds, [y + 0.28] * len(seeds), marker=".", linestyle="none", color=color, markersize=4, alpha=0.7
     )
@@ -277,7 +281,7 @@ def _interval(axes: Axes, row: object, y: int, scale: float, style: dict[str, ob
     face = color if not math.isnan(low) else "none"
     artists += axes.plot([mean], [y], marker=marker, color=color, markersize=6, markerfacecolor=face)
     for number, artist in enumerate(artists):
-        artist.set_gid(f"series:{name}:{y}:{number}")
+        artist.set_gid(f"series:{slug(row.a)} {slug(row.b)}:{y}:{number}")
 
 
 def _trajectory(results: Results, setting: str, scope: Scope, variant: str) -> pd.DataFrame:
@@ -295,7 +299,7 @@ def _trajectory(results: Results, setting: str, scope: Scope, variant: str) -> p
 
 
 def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
-    """``{label: {coefficient: variant}}`` for methods with more than one coefficient, all else being equal."""
+    """``{label: {coefficient: variant}}`` of methods with several coefficients, all else being equal."""
     found: dict[tuple[str, str], dict[float, str]] = {}
     for run in results.members(setting):
         values = grouping.hyperparameters(run)
@@ -331,23 +335,26 @@ def _mean_error(
 
 def _uniform(axes: Axes, share: float) -> None:
     axes.axhline(share, color=INK, linestyle="--", linewidth=1)
-    axes.annotate("uniform", (1, share), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
-                  ha="right", fontsize=7, color=INK)  # fmt: skip
+    axes.text(0.99, share, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+              fontsize=7, color=INK)  # fmt: skip
 
 
 def _legend(
-    panels: Panels, look: dict[str, dict[str, object]], variants: Sequence[str], filled: object = None
+    panels: Panels,
+    look: dict[str, dict[str, Any]],
+    variants: Sequence[str],
+    filled: dict[str, bool] | None = None,
 ) -> None:
     handles = []
     for variant in variants:
         style = dict(look[variant])
-        if isinstance(filled, dict):
+        if filled is not None:
             style |= {"linestyle": "none", "markerfacecolor": style["color"] if filled[variant] else "none"}
         handles.append(Line2D([], [], markersize=6, **style))
     panels.legend(handles, list(variants))
 
 
-def _styles(results: Results, setting: str) -> dict[str, dict[str, object]]:
+def _styles(results: Results, setting: str) -> dict[str, dict[str, Any]]:
     return styles([(variant, results.method(variant)) for variant in results.variants(setting)])
 
 
@@ -355,7 +362,7 @@ def _runs(results: Results, setting: str, mixture: str) -> dict[str, list[Run]]:
     return {v: list(results.cell(setting, mixture, v).values()) for v in results.variants(setting)}
 
 
-def _routing(run: Run, key: str) -> object:
+def _routing(run: Run, key: str) -> Any:
     return run.result["routing"].get(key)
 
 

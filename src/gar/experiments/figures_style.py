@@ -1,8 +1,8 @@
 """Colours, axes and the SVG form of the figures.
 
-Colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker of its own too.
-Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure reads on light
-and dark alike.
+Colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker of its own
+too. Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure reads on
+light and dark alike.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
@@ -29,6 +31,7 @@ STYLES = {  # method: colour, marker
     "stgc_load": ("#CC79A7", "X"),
 }
 OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
+MARKERS = ("<", ">", "p", "h", "*", "d")
 DASHES: tuple[object, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 RC = {
     "font.size": 9,
@@ -43,20 +46,25 @@ RC = {
 }
 
 
-class Drawing(Figure):  # type: ignore[misc]
+class Drawing(Figure):
     """A matplotlib figure without pyplot that notebooks show by themselves."""
 
     def _repr_svg_(self) -> str:
-        return svg(self, "figure", "", ink=INK)
+        return svg(self, "figure", "figure")
+
+
+def adaptive(drawing: str) -> str:
+    """The SVG with its ink as ``currentColor``."""
+    return drawing.replace(INK, "currentColor")
 
 
 class Panels:
     """A grid of axes in the common style; unused cells stay empty."""
 
     def __init__(
-        self, count: int, columns: int, width: float, height: float, extra: int = 0, **options: object
+        self, count: int, columns: int, width: float, height: float, extra: int = 0, **options: Any
     ) -> None:
-        columns = max(1, min(columns, count + extra))
+        self.columns = columns = max(1, min(columns, count + extra))
         rows = -(-(count + extra) // columns)
         with matplotlib.rc_context(RC):
             self.figure = Drawing(figsize=(width * columns, height * rows), layout="constrained")
@@ -69,10 +77,10 @@ class Panels:
         for axes in self.spare:
             axes.set_axis_off()
 
-    def legend(self, handles: Sequence[object], labels: Sequence[str]) -> None:
+    def legend(self, handles: Sequence[Any], labels: Sequence[str]) -> None:
         """In the spare cells, or below."""
         labels = [plain(label) for label in labels]
-        options = {"frameon": False, "labelcolor": INK, "fontsize": 9}
+        options: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
         if self.spare:
             self.spare[0].legend(
                 handles, labels, loc="center left", ncols=1 if len(labels) < 9 else 2, **options
@@ -93,7 +101,7 @@ def dress(axes: Axes) -> None:
 
 
 def title(axes: Axes, text: str) -> None:
-    axes.set_title(plain(text), fontsize=9, color=INK, loc="left")
+    axes.set_title(plain("\n".join(textwrap.wrap(text, 38))), fontsize=9, color=INK, loc="left")
 
 
 def plain(text: str) -> str:
@@ -110,8 +118,8 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 
 
-def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, object]]:
-    """Colour, marker and line style of each ``(variant, method)``; variants of one method differ in their dashes."""
+def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes of each ``(variant, method)``; variants of one method share the colour."""
     counts: dict[str, int] = {}
     others = itertools.cycle(OTHER)
     known = {method: STYLES[method] if method in STYLES else next(others) for _, method in variants}
@@ -119,14 +127,15 @@ def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, object]]:
     for variant, method in variants:
         number = counts[method] = counts.get(method, -1) + 1
         color, marker = known[method]
+        marker = MARKERS[(number - 1) % len(MARKERS)] if number else marker
         chosen[variant] = {"color": color, "marker": marker, "linestyle": DASHES[number % len(DASHES)]}
     return chosen
 
 
-def svg(figure: Figure, ident: str, label: str, ink: str = "currentColor") -> str:
+def svg(figure: Figure, ident: str, label: str) -> str:
     """The figure as an ``<svg>`` element: text stays text, all ids start with ``ident``, nothing is external.
 
-    Artists with the gid ``series:<name>`` become groups with ``data-variant="<name>"``.
+    Artists with the gid ``series:<slugs>:…`` become groups with ``data-variant="<slugs>"``.
     """
     file = io.StringIO()
     silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -142,7 +151,7 @@ def svg(figure: Figure, ident: str, label: str, ink: str = "currentColor") -> st
     text = re.sub(r'\bid="', f'id="{ident}-', text)
     text = re.sub(r"url\(#", f"url(#{ident}-", text)
     text = re.sub(r'href="#', f'href="#{ident}-', text)
-    text = re.sub(re.escape(INK), ink, text, flags=re.IGNORECASE)
+    text = re.sub(r"<defs>\s*<style.*?</defs>\s*", "", text, count=1, flags=re.DOTALL)
     text = text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
     head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">") + 1])
     width = figure.get_figwidth() * 96

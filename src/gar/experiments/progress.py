@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
     """Seconds for people.
 
     >>> duration(42), duration(150), duration(5400), duration(200_000)
-    ('42 s', '2 min 30 s', '1 h 30 min', '2 d 8 h')
+    ('42 s', '2 min 30 s', '1 h 30 min', '2 d 7 h')
     """
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
     whole = round(seconds)

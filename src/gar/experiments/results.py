@@ -1,7 +1,8 @@
 """Any number of runs as one set of results: a table, endpoints, paired differences.
 
-Only runs of one setting are ever put together (what a setting is: :mod:`gar.experiments.results_grouping`).
-Mixtures are averaged within a seed first, then seeds are compared; values stay unrounded until they are shown.
+Only runs of one setting are ever put together; what a setting is stands in
+:mod:`gar.experiments.results_grouping`. Mixtures are averaged within a seed first, then seeds are compared;
+values stay unrounded until they are shown.
 Nothing is left out silently: what could not be averaged or paired has a ``note`` that says why.
 """
 
@@ -40,7 +41,7 @@ class Metric:
         """The value in its unit, or a dash."""
         if value is None or not math.isfinite(value):
             return "–"
-        shown = f"{self.scale * value:{'+' if sign else ''}.{self.digits}f}"
+        shown = f"{self.scale * value:{'+' if sign else ''}z.{self.digits}f}"
         return shown.replace("-", "−")
 
 
@@ -98,7 +99,7 @@ class Results:
         return f"Results({', '.join(f'{count} {state}' for state, count in states.items())})"
 
     def _place(self) -> tuple[dict[tuple[str, str, str], dict[int, Run]], list[str]]:
-        """Finished runs by (setting, mixture, variant) and seed. A repeated seed is counted once, and noted."""
+        """Finished runs by (setting, mixture, variant) and seed; a repeated seed counts once and is noted."""
         cells: dict[tuple[str, str, str], dict[int, Run]] = defaultdict(dict)
         repeats = []
         for run in self.runs:
@@ -146,16 +147,25 @@ class Results:
         return [run for run, name in self._settings.items() if name == setting]
 
     def scopes(self, setting: str) -> list[Scope]:
-        """Each mixture, then bins of task counts and the mean over all where there are several mixtures."""
+        """Each mixture, then the bins of task counts that hold several, then the mean over all."""
         mixtures = self.mixtures(setting)
         scopes = [Scope(mixture, "mixture", (mixture,)) for mixture in mixtures]
         if len(mixtures) < 2:
             return scopes
         for label, (low, high) in BINS.items():
             inside = tuple(m for m in mixtures if low <= self._task_count(setting, m) <= high)
-            if inside and len(inside) < len(mixtures):
+            if 1 < len(inside) < len(mixtures):
                 scopes.append(Scope(label, "bin", inside))
         return [*scopes, Scope(f"mean of {len(mixtures)} mixtures", "all", tuple(mixtures))]
+
+    def lone_bins(self, setting: str) -> dict[str, str]:
+        """Bins that hold one of several mixtures, and are no scope since they are that mixture."""
+        mixtures = self.mixtures(setting) if len(self.mixtures(setting)) > 1 else []
+        inside = {
+            label: [m for m in mixtures if low <= self._task_count(setting, m) <= high]
+            for label, (low, high) in BINS.items()
+        }
+        return {label: found[0] for label, found in inside.items() if len(found) == 1}
 
     def _task_count(self, setting: str, mixture: str) -> int:
         runs = [
@@ -240,8 +250,8 @@ class Results:
     def endpoints(self, common_seeds: bool = False) -> pd.DataFrame:
         """Means over seeds per setting, scope and variant, population std, t interval, Pareto front.
 
-        A mean over mixtures is given only where every seed has every mixture; with ``common_seeds`` it is over
-        the seeds that do. Either way ``note`` names what is missing.
+        A mean over mixtures is given only where every seed has every mixture; with ``common_seeds`` it is
+        over the seeds that do. Either way ``note`` names what is missing.
         """
         rows = []
         for setting in self.settings:
@@ -252,7 +262,7 @@ class Results:
                 points = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
                 front = pareto_front(points)
                 rows += [{**row, "pareto": row["variant"] in front} for row in block]
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=ENDPOINT_COLUMNS)
 
     def _endpoint(self, setting: str, scope: Scope, variant: str, common_seeds: bool) -> dict[str, Any]:
         note = self.missing("accuracy", setting, scope, variant)
@@ -282,8 +292,8 @@ class Results:
     ) -> pd.DataFrame:
         """Differences ``a - b`` over seeds in every setting and scope that has both.
 
-        ``a`` and ``b`` are methods or variants. Unequal seeds are not compared unless ``common_seeds`` is set;
-        ``note`` says which are missing. One seed has no interval.
+        ``a`` and ``b`` are methods or variants. Unequal seeds are not compared unless ``common_seeds`` is
+        set; ``note`` says which are missing. One seed has no interval.
         """
         for name in (a, b):
             self._known(name)
@@ -378,7 +388,7 @@ class Results:
         notes = list(self._repeats)
         for setting in self.settings:
             runs = [run for (s, _, _), cell in self._cells.items() if s == setting for run in cell.values()]
-            for key in ("gar", "libraries.torch", "libraries.transformers", "device_name"):
+            for key in ("gar", "commit", "libraries.torch", "libraries.transformers", "device_name"):
                 values = sorted({str(grouping.flat(run.environment).get(key)) for run in runs})
                 if len(values) > 1:
                     notes.append(f"{setting}: runs have different {key}: {', '.join(values)}")
@@ -398,6 +408,8 @@ class Results:
         return found
 
 
+ENDPOINT_COLUMNS = ["setting", "scope", "kind", "mixtures", "method", "variant", "seeds", "seed_list"]
+ENDPOINT_COLUMNS += [*METRICS, "accuracy_std", "accuracy_low", "accuracy_high", "pareto", "note"]
 PAIRED_COLUMNS = ["setting", "scope", "kind", "mixtures", "metric", "a", "b", "seeds", "mean", "low", "high"]
 PAIRED_COLUMNS += ["differences", "note"]
 
@@ -418,7 +430,8 @@ def _spread(values: Mapping[int, float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return math.nan, math.nan, math.nan
     _, low, high = paired_difference(values, dict.fromkeys(values, 0.0))
-    assert low is not None and high is not None
+    assert low is not None  # for mypy: two seeds have an interval
+    assert high is not None
     return population_std(list(values.values())), low, high
 
 

@@ -5,10 +5,10 @@ when their configurations agree in all keys but
 
 * ``seed``, ``method`` and ``optimizer.learning_rate`` (what methods and their searches vary);
 * ``mixture.name`` and ``mixture.tasks`` (a setting has several mixtures; they are kept apart inside it);
-* ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for each
-  mixture - but where one mixture has runs with different values, they are different settings too;
-* where a run was made and watched: device, directories, cache, checkpoints, tracking, the evaluation interval,
-  the observation path and the split of updates into passes, and the preset's name.
+* ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for
+  each mixture - but where one mixture has runs with different values, they are different settings too;
+* where and how a run was made: device, directories, cache, checkpoints, tracking, the evaluation interval,
+  the observation path, the split of updates into passes, and the preset's name.
 
 *Variant*: a method, with its hyper-parameters in the name where one setting and mixture has it with several.
 """
@@ -186,7 +186,8 @@ def _base_name(members: Sequence[Run]) -> str:
     backbone, experts = config.get("backbone") or {}, config.get("experts") or {}
     model = str(backbone.get("name", "?")).rstrip("/").rsplit("/", 1)[-1]
     trained = "trained" if backbone.get("trainable") else "frozen"
-    name = f"{model} {trained}, {experts.get('site', '?')}, E{experts.get('count', '?')}K{experts.get('top_k', '?')}"
+    size = f"E{experts.get('count', '?')}K{experts.get('top_k', '?')}"
+    name = f"{model} {trained}, {experts.get('site', '?')}, {size}"
     settings = {paper_setting(run) for run in members}
     only = next(iter(settings)) if len(settings) == 1 else None
     return f"{only}: {name}" if only else name

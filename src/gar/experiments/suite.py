@@ -326,7 +326,7 @@ def _below(prefix: str) -> list[str]:
 
 
 def _anchored(tree: Tree, directory: Path) -> Tree:
-    return configuration._anchor_paths(copy.deepcopy(tree), directory)
+    return configuration.anchor_paths(copy.deepcopy(tree), directory)
 
 
 def _put_method(tree: Tree, method: str | Tree) -> None:

@@ -31,9 +31,13 @@ def register(cls: type[Method]) -> type[Method]:
 
 def from_config(value: str | Mapping[str, Any]) -> Method:
     """``"gar"`` or ``{"name": "gar", "coefficient": 1e-3}`` to a method."""
+    if not isinstance(value, str | Mapping):
+        raise UserError(
+            f"method is {value!r}; expected a name or a mapping with the key name, e.g. {{name: gar}}"
+        )
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.pop("name", "baseline")
-    if name not in REGISTRY:
+    if not isinstance(name, str) or name not in REGISTRY:
         raise one_of("method.name", name, REGISTRY)
     cls = REGISTRY[name]
     for key in fields:
@@ -47,7 +51,9 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(["method", *map(str, problem["loc"])])
-        raise UserError(f"{key} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
+        raise UserError(
+            f"{key} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        ) from None
 
 
 __all__ = [

@@ -35,9 +35,11 @@ class Choices:
 class Method(BaseModel):
     """Base of all methods; see ``gar/methods/gar.py`` for a small one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: ClassVar[str]
+    #: Whether every group gets a forward and backward of its own (methods that need whole group gradients).
+    separate_groups: ClassVar[bool] = False
 
     @property
     def observes(self) -> frozenset[str]:

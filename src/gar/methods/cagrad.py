@@ -43,7 +43,9 @@ class CAGrad(GradientCombination):
         for _ in range(self.inner_steps):
             pull = gram @ w
             norm = (w @ pull).clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
-            w = project_to_simplex(w - self.inner_learning_rate * (toward_mean + self.c * mean_norm * pull / norm))
+            w = project_to_simplex(
+                w - self.inner_learning_rate * (toward_mean + self.c * mean_norm * pull / norm)
+            )
         return w
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.methods.base import Choices, Method
 from gar.methods.update import Pass, Update
-from gar.nn.bank import accurate
+from gar.objective import accurate
 
 
 class GradientCombination(Method):
@@ -20,6 +21,8 @@ class GradientCombination(Method):
     kept on the model's device while it takes at most half of the free memory there, else in host memory;
     the combination then streams over columns. A matrix that fits nowhere is refused at the first update.
     """
+
+    separate_groups: ClassVar[bool] = True
 
     def check(self, choices: Choices) -> str | None:
         if choices.groups == 1:
@@ -31,18 +34,24 @@ class GradientCombination(Method):
 
     def backward(self, step: Pass) -> None:
         scale = step.weights.total * step.weights.task_weights
-        size = sum(p.numel() for p in step.parameters)
-        wide = torch.promote_types(step.losses.dtype, torch.float32)
-        rows = torch.empty(len(step.losses), size, dtype=wide, device=_row_device(step, size, wide))
+        if "rows" not in step.scratch:
+            step.scratch["rows"], step.scratch["filled"] = _allocate(step), 0
+        first: int = step.scratch["filled"]
+        step.scratch["filled"] = first + len(step.losses)
+        rows: Tensor = step.scratch["rows"][first : step.scratch["filled"]]
         for m, loss in enumerate(step.losses.unbind()):
             last = m == len(step.losses) - 1
-            grads = torch.autograd.grad(loss, list(step.parameters), retain_graph=not last, materialize_grads=True)
+            grads = torch.autograd.grad(
+                loss, list(step.parameters), retain_graph=not last, materialize_grads=True
+            )
             for part, grad in zip(rows[m].split([g.numel() for g in grads]), grads, strict=True):
                 part.copy_(scale[m] * accurate(grad).flatten())
-        step.rows = rows
 
     def finish(self, update: Update) -> None:
-        _assign(update.parameters, self.combine(update.group_rows()))
+        rows = update.scratch.pop("rows")
+        if update.scratch["filled"] != len(rows):
+            raise RuntimeError(f"{update.scratch['filled']} of {len(rows)} group gradients were computed")
+        _assign(update.parameters, self.combine(rows))
 
     def combine(self, rows: Tensor) -> Tensor:
         """The update direction [P] from the group rows [M, P]."""
@@ -64,6 +73,13 @@ def weighted_rows(rows: Tensor, coefficients: Tensor) -> Tensor:
 def _columns(rows: Tensor, width: int = 1 << 24) -> tuple[Tensor, ...]:
     blocks: tuple[Tensor, ...] = rows.split(width, dim=1)
     return blocks
+
+
+def _allocate(step: Pass) -> Tensor:
+    """Room for the rows of the whole update."""
+    size = sum(p.numel() for p in step.parameters)
+    dtype = torch.promote_types(step.losses.dtype, torch.float32)
+    return torch.empty(step.weights.total, size, dtype=dtype, device=_row_device(step, size, dtype))
 
 
 def _row_device(step: Pass, size: int, dtype: torch.dtype) -> torch.device:

@@ -39,7 +39,9 @@ class STGC(Method):
     def terms(self, step: Pass) -> Tensor | None:
         if not self.coefficient:
             return None
-        return self.coefficient * sum((_site_loss(s, step) for s in step.sites), start=step.losses.new_zeros(()))
+        return self.coefficient * sum(
+            (_site_loss(s, step) for s in step.sites), start=step.losses.new_zeros(())
+        )
 
 
 def _site_loss(site: Site, step: Pass) -> Tensor:
@@ -68,7 +70,8 @@ def conflicts(site: Site, delta: Tensor) -> Tensor:
     delta = delta / torch.where(peak > 0, peak, torch.ones_like(peak))
     low = site.bank.experts.bias_proxies(delta)  # [..., E, r]
     delta, low, gates, selected = (
-        t.reshape(len(t), -1, *t.shape[routing.gates.dim() - 1 :]) for t in (delta, low, gates, routing.selected)
+        t.reshape(len(t), -1, *t.shape[routing.gates.dim() - 1 :])
+        for t in (delta, low, gates, routing.selected)
     )  # rows, tokens, …
     delta, low, gates, selected = (grouping.gather(t).flatten(1, 2) for t in (delta, low, gates, selected))
     assigned = selected.sum(1).clamp(min=1).to(low.dtype)  # [M, E]

@@ -29,7 +29,9 @@ class SwitchAux(Method):
     def terms(self, step: Pass) -> Tensor | None:
         if not self.coefficient:
             return None
-        return self.coefficient * sum((_balance(site) for site in step.sites), start=step.losses.new_zeros(()))
+        return self.coefficient * sum(
+            (_balance(site) for site in step.sites), start=step.losses.new_zeros(())
+        )
 
 
 def _balance(site: Site) -> Tensor:
@@ -38,5 +40,7 @@ def _balance(site: Site) -> Tensor:
     u = site.weights.task_weights if at_head else site.weights.sample_weights
     grouping, gates = site.weights.grouping, routing.gates
     mass = mean_over_units(gates, routing.mask, grouping)
-    frequency = mean_over_units(routing.selected.to(gates.dtype), routing.mask, grouping) / site.bank.router.top_k
+    frequency = (
+        mean_over_units(routing.selected.to(gates.dtype), routing.mask, grouping) / site.bank.router.top_k
+    )
     return gates.shape[-1] * (u.to(gates.dtype) * (frequency * mass).sum(1)).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +78,20 @@ class Pass:
     weights: GroupWeights
     parameters: Sequence[nn.Parameter]
     sites: list[Site] = field(default_factory=list)
-    rows: Tensor | None = None
+    #: Room for a method's own backward, shared by the passes of one update.
+    scratch: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, losses: Tensor, weights: GroupWeights, parameters: Sequence[nn.Parameter], observed: Observed | None
+        cls,
+        losses: Tensor,
+        weights: GroupWeights,
+        parameters: Sequence[nn.Parameter],
+        observed: Observed | None,
+        scratch: dict[str, Any] | None = None,
     ) -> Pass:
         sites = [] if observed is None else [Site(site, weights) for site in observed.sites]
-        return cls(losses, weights, parameters, sites)
+        return cls(losses, weights, parameters, sites, {} if scratch is None else scratch)
 
     @property
     def task_loss(self) -> Tensor:
@@ -149,7 +156,7 @@ class Update:
         """A scalar zero in the loss's dtype and device, to start sums with."""
         return self.passes[0].losses.new_zeros(())
 
-    def group_rows(self) -> Tensor:
-        """The rows that a method's own backward left in its passes, [M, P]."""
-        rows = [step.rows for step in self.passes]
-        return torch.cat([row for row in rows if row is not None])
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """What a method's own backward left behind in its passes."""
+        return self.passes[0].scratch

@@ -8,8 +8,8 @@ from gar.nn.lora import LoRAExperts, RoutedLoRA
 __all__ = [
     "Call",
     "Experts",
-    "Factors",
     "FFNExperts",
+    "Factors",
     "LoRAExperts",
     "RoutedExperts",
     "RoutedFFN",

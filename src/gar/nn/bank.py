@@ -82,7 +82,9 @@ class RoutedExperts(nn.Module):
         """The experts' input from the routing input: dropout, where the bank has any."""
         return x
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """Route units ``x`` [..., d_in] and return the gated expert sum [..., d_out] with its routing.
 
         ``mask`` bool [...] marks valid units; the others get zero output. ``keep`` is a dropout mask drawn
@@ -91,15 +93,12 @@ class RoutedExperts(nn.Module):
         routing: Routing = self.router(x, mask)
         # The straight-through gate has a gradient at every expert, so every output is needed for it.
         dense = self.router.top_k == 1 and torch.is_grad_enabled() and routing.gates.requires_grad
-        active = routing.selected.any(-1, keepdim=True).expand_as(routing.selected) if dense else routing.selected
+        active = (
+            routing.selected.any(-1, keepdim=True).expand_as(routing.selected) if dense else routing.selected
+        )
         return self.experts(self.prepare(x, keep), routing.gates, active), routing
 
 
 def expert_banks(module: nn.Module) -> list[RoutedExperts]:
     """All expert banks inside a module, in module order."""
     return [inner for inner in module.modules() if isinstance(inner, RoutedExperts)]
-
-
-def accurate(x: Tensor) -> Tensor:
-    """float32, or wider if it already is: observations never accumulate in half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gar.nn.bank import Call, Experts, Factors, RoutedExperts, accurate
+from gar.nn.bank import Call, Experts, Factors, RoutedExperts
+from gar.objective import accurate
 from gar.routing import Router
 
 
@@ -69,7 +70,9 @@ class FFNExperts(Experts):
     def _each(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(counts) if bias is None else bias.unbind()
         parts = rows.split(counts)
-        return torch.cat([functional.linear(p, w, b) for p, w, b in zip(parts, weight.unbind(), biases, strict=True)])
+        return torch.cat(
+            [functional.linear(p, w, b) for p, w, b in zip(parts, weight.unbind(), biases, strict=True)]
+        )
 
     def factors(self, call: Call) -> dict[str, Factors]:
         units, experts, _ = _pairs(call.active)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gar.nn.bank import Call, Experts, Factors, RoutedExperts, accurate
+from gar.nn.bank import Call, Experts, Factors, RoutedExperts
+from gar.objective import accurate
 from gar.routing import Router
 
 
@@ -63,7 +64,9 @@ class LoRAExperts(Experts):
         return {"A": Factors(weight * (delta @ b), x), "B": Factors(delta, weight * (x @ a.T))}
 
     def bias_proxies(self, delta: Tensor) -> Tensor:
-        low: Tensor = (accurate(delta) @ _stacked_up(accurate(self.B.detach()))).unflatten(-1, (self.count, self.rank))
+        low: Tensor = (accurate(delta) @ _stacked_up(accurate(self.B.detach()))).unflatten(
+            -1, (self.count, self.rank)
+        )
         return self.scale * low
 
     def extra_repr(self) -> str:
@@ -120,7 +123,11 @@ class RoutedLoRA(RoutedExperts):
     def dropout_shape(self, unit_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a ``keep`` mask for units of this shape (without the feature axis)."""
         width = self.router.features
-        return (*unit_shape, self.experts.count, width) if self.dropout_mask == "per_expert" else (*unit_shape, width)
+        return (
+            (*unit_shape, self.experts.count, width)
+            if self.dropout_mask == "per_expert"
+            else (*unit_shape, width)
+        )
 
     def prepare(self, x: Tensor, keep: Tensor | None) -> Tensor:
         if not self.training or self.dropout == 0:

@@ -26,7 +26,12 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 
 
 def save(
-    root: Path, update: int, model: MultiTaskModel, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int
+    root: Path,
+    update: int,
+    model: MultiTaskModel,
+    optimizer: torch.optim.Optimizer,
+    facts: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`."""
     target = root / f"{update:08d}"

@@ -31,7 +31,13 @@ class History:
         self.path.write_text(text, encoding="utf-8")
 
     def update(
-        self, update: int, losses: Sequence[float], groups: Sequence[Group], names: Sequence[str], norm: float, rate: float
+        self,
+        update: int,
+        losses: Sequence[float],
+        groups: Sequence[Group],
+        names: Sequence[str],
+        norm: float,
+        rate: float,
     ) -> None:
         """Note the update's losses; the task loss is ``sum_m v_m l_m``."""
         tasks = dict.fromkeys(names, 0.0)
@@ -39,7 +45,13 @@ class History:
             tasks[names[group.task]] += group.task_weight * len(names) * loss
         self.last_loss = sum(tasks.values()) / len(tasks)
         self._add(
-            {"update": update, "loss": self.last_loss, "tasks": tasks, "gradient_norm": norm, "learning_rate": rate}
+            {
+                "update": update,
+                "loss": self.last_loss,
+                "tasks": tasks,
+                "gradient_norm": norm,
+                "learning_rate": rate,
+            }
         )
 
     def evaluation(self, update: int, sections: dict[str, Any]) -> None:

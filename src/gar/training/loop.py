@@ -69,7 +69,11 @@ def fit(
     options = UpdateOptions(names, config.observation, config.max_tokens_per_pass, config.seed)
     optimizer, scheduler = make_optimizer(model, config.optimizer, total)
     start, seconds = 0, 0.0
-    if resume and checkpoints is not None and (state := checkpoint.load(checkpoints, model, optimizer, hooks.message)):
+    if (
+        resume
+        and checkpoints is not None
+        and (state := checkpoint.load(checkpoints, model, optimizer, hooks.message))
+    ):
         start, seconds = state["update"], state["facts"]["seconds"]
         for _ in range(start):
             scheduler.step()
@@ -98,7 +102,9 @@ def fit(
             if hooks.update is not None:
                 hooks.update(done, total, history.last_loss)
             if config.evaluation.every and done % config.evaluation.every == 0 and done < total:
-                history.evaluation(done, evaluate(model, mixture, source=validation, options=config.evaluation))
+                history.evaluation(
+                    done, evaluate(model, mixture, source=validation, options=config.evaluation)
+                )
             if stopped or (config.checkpoint.every and done % config.checkpoint.every == 0 and done < total):
                 save(done)
             if stopped:
@@ -153,7 +159,8 @@ def finite(
             )
     if not math.isfinite(norm_value):
         broken = next(
-            (n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), "?"
+            (n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()),
+            "?",
         )
         raise TrainingFailure(f"update {number + 1}: the gradient of {broken} is not finite")
     return values, norm_value

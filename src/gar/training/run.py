@@ -84,7 +84,9 @@ def train(
             raise
         result = {**_header(config, mixture), **sections}
         model.save_pretrained(directory / "model")
-        (directory / "model" / "README.md").write_text(model_card(model, config, mixture, result), encoding="utf-8")
+        (directory / "model" / "README.md").write_text(
+            model_card(model, config, mixture, result), encoding="utf-8"
+        )
         write_json(directory / RESULT, result)
         (directory / FAILURE).unlink(missing_ok=True)
     return result
@@ -110,8 +112,12 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         known = ("auto", "cpu", "cuda")
-        raise UserError(f"device is {name!r}; expected auto, cpu, cuda or cuda:N{nearest(name, known)}") from None
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(
+            f"device is {name!r}; expected auto, cpu, cuda or cuda:N{nearest(name, known)}"
+        ) from None
+    if device.type == "cuda" and (
+        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    ):
         raise UserError(f"device is {name!r}, but {torch.cuda.device_count()} CUDA devices are available")
     return device
 
@@ -146,7 +152,9 @@ def check_directory(directory: Path, resume: bool) -> None:
     if (directory / RESULT).is_file():
         raise UserError(f"{directory}: holds a finished run; expected a new directory (--out)")
     if (directory / CONFIG).is_file() and not resume:
-        raise UserError(f"{directory}: holds an unfinished run; continue it with --resume or name a new directory")
+        raise UserError(
+            f"{directory}: holds an unfinished run; continue it with --resume or name a new directory"
+        )
 
 
 def _same_config(stored: Path, config: Config) -> None:
@@ -157,7 +165,9 @@ def _same_config(stored: Path, config: Config) -> None:
             tree.pop(key, None)
     if before != now:
         key = next(k for k in now if before.get(k) != now[k])
-        raise UserError(f"{stored}: the run to resume was started with another {key}; expected the same configuration")
+        raise UserError(
+            f"{stored}: the run to resume was started with another {key}; expected the same configuration"
+        )
 
 
 def environment(config: Config) -> dict[str, Any]:
@@ -169,7 +179,9 @@ def environment(config: Config) -> dict[str, Any]:
         "platform": platform.platform(),
         "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device_name": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "seed": config.seed,
         "commit": _commit(),
@@ -229,7 +241,8 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
 def majority_shares(mixture: Mixture) -> dict[str, float]:
     """Per task, the accuracy of always answering the most frequent validation label."""
     return {
-        task.name: float(np.bincount(task.validation.labels).max() / len(task.validation)) for task in mixture.tasks
+        task.name: float(np.bincount(task.validation.labels).max() / len(task.validation))
+        for task in mixture.tasks
     }
 
 

@@ -61,7 +61,9 @@ class RawSource:
 class CachedSource:
     """Reads states computed once by a frozen prefix."""
 
-    def __init__(self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], features: Sequence[Features]) -> None:
+    def __init__(
+        self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], features: Sequence[Features]
+    ) -> None:
         self.lengths = [split.lengths for split in splits]
         self.labels = [torch.from_numpy(split.labels).to(model.device) for split in splits]
         self._device, self._dtype = model.device, model.dtype
@@ -148,4 +150,3 @@ def _fits(features: Sequence[Features], device: torch.device) -> bool:
         return True
     needed = sum(t.nbytes for f in features for t in (f.x, f.base) if t is not None)
     return needed <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from gar.observation import Observed, observe
 from gar.seeds import derive_seed, generator
 from gar.training.sources import Part, Source
 
-
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
 PASS_COST = {"cpu": 512, "cuda": 16384}
 
@@ -38,23 +38,34 @@ class UpdateOptions:
 
 
 def run_update(
-    model: MultiTaskModel, source: Source, groups: Sequence[Group], method: Method, number: int, options: UpdateOptions
+    model: MultiTaskModel,
+    source: Source,
+    groups: Sequence[Group],
+    method: Method,
+    number: int,
+    options: UpdateOptions,
 ) -> Tensor:
     """Fill ``.grad`` for update ``number``; returns the groups' mean losses [M], detached.
 
-    The update may be split into several passes of whole groups; the result does not depend on the split.
+    The update may be split into several passes of whole groups; the result does not depend on the split. A
+    trainable backbone always runs one group a pass: its own dropout then has one stream per group, the same
+    for every method and every memory limit.
     """
     parameters = model.trainable_parameters()
     for parameter in parameters:
         parameter.grad = None
     wants_gradients = "gradients" in method.observes
     steps: list[Pass] = []
-    for index, part in enumerate(
-        passes(groups, source.lengths, options.max_tokens, PASS_COST.get(model.device.type, 0))
-    ):
-        with _backbone_dropout(model, options.seed, number, index), _observing(model, method) as observed:
+    scratch: dict[str, Any] = {}
+    separate = method.separate_groups or model.config.trainable
+    cost = PASS_COST.get(model.device.type, 0)
+    for part in passes(groups, source.lengths, options.max_tokens, cost, separate):
+        with (
+            _backbone_dropout(model, options.seed, number, part[0].number),
+            _observing(model, method) as observed,
+        ):
             losses, weights = group_losses(model, source, part, len(groups), number, options)
-            step = Pass.of(losses, weights, parameters, observed)
+            step = Pass.of(losses, weights, parameters, observed, scratch)
             if wants_gradients and options.observation == "per_group":
                 step.capture_per_group()
             method.backward(step)
@@ -70,12 +81,19 @@ def run_update(
 
 
 def group_losses(
-    model: MultiTaskModel, source: Source, groups: Sequence[Group], total: int, number: int, options: UpdateOptions
+    model: MultiTaskModel,
+    source: Source,
+    groups: Sequence[Group],
+    total: int,
+    number: int,
+    options: UpdateOptions,
 ) -> tuple[Tensor, GroupWeights]:
     """Mean cross-entropy [M] of the groups of one pass, with their weights."""
     parts = task_parts(groups)
     keep = dropout_mask(model, source.lengths, groups, number, options.seed)
-    output = model.suffix(source.state(parts), [(options.names[task], len(rows)) for task, rows in parts], keep)
+    output = model.suffix(
+        source.state(parts), [(options.names[task], len(rows)) for task, rows in parts], keep
+    )
     labels = [source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts]
     rows = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups]))
     weights = GroupWeights(
@@ -101,7 +119,11 @@ def task_parts(groups: Sequence[Group]) -> list[Part]:
 
 
 def dropout_mask(
-    model: MultiTaskModel, lengths: Sequence[NDArray[np.int64]], groups: Sequence[Group], number: int, seed: int
+    model: MultiTaskModel,
+    lengths: Sequence[NDArray[np.int64]],
+    groups: Sequence[Group],
+    number: int,
+    seed: int,
 ) -> Tensor | None:
     """The experts' dropout mask of a pass, or None where the bank has no dropout.
 
@@ -127,14 +149,14 @@ def dropout_mask(
 
 
 @contextlib.contextmanager
-def _backbone_dropout(model: MultiTaskModel, seed: int, number: int, index: int) -> Iterator[None]:
-    """A trainable backbone's own dropout draws from a stream of this update and pass."""
+def _backbone_dropout(model: MultiTaskModel, seed: int, number: int, group: int) -> Iterator[None]:
+    """A trainable backbone's own dropout draws from a stream of this update and group."""
     if not model.config.trainable:
         yield
         return
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive_seed(seed, "backbone", number, index))
+        torch.manual_seed(derive_seed(seed, "backbone", number, group))
         yield
 
 

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from gar import __version__
-from gar.experiments.figures_style import slug
+from gar.experiments.figures_style import adaptive, slug
 from gar.experiments.report.page import Page, Picture
 
 
@@ -33,4 +33,4 @@ def html(page: Page) -> str:
 
 
 def _drawing(picture: Picture) -> Markup:
-    return Markup(picture.svg())  # matplotlib escapes the text in it
+    return Markup(adaptive(picture.svg))  # matplotlib escapes the text in it

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from gar.experiments import figures, figures_style
+from gar.experiments import results_grouping as grouping
 from gar.experiments.report import paper, tables
 from gar.experiments.report.table import Table
 from gar.experiments.results import METRICS, Results
@@ -32,8 +35,10 @@ class Picture:
     reason: str = ""
     folded: bool = False
 
-    def svg(self, ink: str = "currentColor") -> str:
-        return figures_style.svg(self.figure, self.name, self.caption, ink) if self.figure else ""
+    @cached_property
+    def svg(self) -> str:
+        """The drawing in ink; empty where there is none."""
+        return figures_style.svg(self.figure, self.name, self.caption) if self.figure else ""
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Page:
     problems: Table
     collapses: list[str]
     notes: list[str]
+    endpoints: pd.DataFrame
+    compared: dict[str, pd.DataFrame]  # by metric
     headings: dict[str, str] = field(default_factory=HEADINGS.copy)
 
     @property
@@ -83,25 +90,39 @@ class Page:
 def build_page(results: Results, common_seeds: bool = False) -> Page:
     """Everything that the report shows."""
     endpoints = results.endpoints(common_seeds)
+    compared = {metric: results.comparisons(metric, common_seeds) for metric in METRICS}
     sections = [
-        _section(results, setting, f"s{number}", endpoints, common_seeds)
+        _section(results, setting, f"s{number}", endpoints, compared, common_seeds)
         for number, setting in enumerate(results.settings, 1)
     ]
     collapses = []
     for run, said in results.collapses:
         _, mixture, variant = results.label(run)
-        collapses.append(f"{variant} on {mixture}, seed {tables.grouping.seed_of(run)} ({run.path}): {said}.")
-    return Page(_summary(results), sections, tables.problems(results), collapses, results.notes)
+        collapses.append(f"{variant} on {mixture}, seed {grouping.seed_of(run)} ({run.path}): {said}.")
+    problems = tables.problems(results)
+    return Page(_summary(results), sections, problems, collapses, results.notes, endpoints, compared)
 
 
-def _section(results: Results, setting: str, ident: str, endpoints: object, common_seeds: bool) -> Section:
-    compared = {metric: results.comparisons(metric, common_seeds) for metric in METRICS}
+def _section(
+    results: Results,
+    setting: str,
+    ident: str,
+    endpoints: pd.DataFrame,
+    compared: Mapping[str, pd.DataFrame],
+    common_seeds: bool,
+) -> Section:
     others = [
         tables.paired(setting, frame, metric, f"paired-{metric}")
         for metric, frame in compared.items()
         if metric != "accuracy" and len(frame)
     ]
-    beside = [paper.endpoints(results, setting), paper.paired(results, setting, compared["accuracy"])]
+    beside = [
+        paper.endpoints(results, setting, ["accuracy"], "paper-endpoints", "accuracy"),
+        paper.paired(results, setting, compared["accuracy"]),
+    ]
+    routing = [name for name in METRICS if name != "accuracy"]
+    further = paper.endpoints(results, setting, routing, "paper-further", "routing metrics")
+    folded = [tables.further(results, setting, endpoints), *([further] if further else [])]
     section = Section(
         ident,
         setting,
@@ -109,7 +130,7 @@ def _section(results: Results, setting: str, ident: str, endpoints: object, comm
         tables.paired(setting, compared["accuracy"], "accuracy"),
         [table for table in beside if table is not None],
         _pictures(results, setting, ident, common_seeds),
-        [tables.further(results, setting, endpoints), *tables.task_accuracies(results, setting), *others],
+        [*folded, *tables.task_accuracies(results, setting), *others],
         tables.times(results, setting),
         tables.configurations(results, setting),
         tables.versions(results, setting),
@@ -125,44 +146,30 @@ def _section(results: Results, setting: str, ident: str, endpoints: object, comm
 def _pictures(results: Results, setting: str, ident: str, common_seeds: bool) -> dict[str, list[Picture]]:
     mixtures, widest = results.mixtures(setting), results.scopes(setting)[-1].label
 
-    def picture(name: str, caption: str, draw: Callable[[], Figure], folded: bool = False) -> Picture:
+    def picture(
+        name: str, caption: str, draw: Callable[..., Figure], *which: str, folded: bool = False
+    ) -> Picture:
+        seeds = {"common_seeds": common_seeds} if draw in (figures.paired_gains, figures.pareto) else {}
+        caption = ": ".join([*which, caption])
         try:
-            return Picture(f"{ident}-{name}", caption, draw(), folded=folded)
+            return Picture(f"{ident}-{name}", caption, draw(results, setting, *which, **seeds), folded=folded)
         except figures.NothingToDraw as reason:
             return Picture(f"{ident}-{name}", caption, None, str(reason))
 
-    by_mixture = [
-        picture(
-            f"{name}-{number}",
-            f"{mixture}: {caption}",
-            lambda f=draw, m=mixture: f(results, setting, m),
-            number > 0,
-        )
-        for number, mixture in enumerate(mixtures)
-        for name, caption, draw in (
-            ("loads", LOADS, figures.loads),
-            ("heatmap", HEATMAP, figures.task_expert_heatmap),
-        )
-    ]
+    by_mixture = []
+    for number, mixture in enumerate(mixtures):
+        folded = number > 0
+        by_mixture += [
+            picture(f"loads-{number}", LOADS, figures.loads, mixture, folded=folded),
+            picture(f"heatmap-{number}", HEATMAP, figures.task_expert_heatmap, mixture, folded=folded),
+        ]
     return {
-        "gains": [
-            picture("gains", GAINS, lambda: figures.paired_gains(results, setting, common_seeds=common_seeds))
-        ],
-        "trajectories": [
-            picture(
-                "trajectories", f"{widest}: {TRAJECTORIES}", lambda: figures.trajectories(results, setting)
-            )
-        ],
+        "gains": [picture("gains", GAINS, figures.paired_gains)],
+        "trajectories": [picture("trajectories", TRAJECTORIES, figures.trajectories, widest)],
         "loads": by_mixture,
-        "pareto": [
-            picture(
-                "pareto", f"{widest}: {PARETO}", lambda: figures.pareto(results, setting, None, common_seeds)
-            )
-        ],
-        "sweep": [
-            picture("sweep", f"{widest}: {SWEEP}", lambda: figures.coefficient_sweep(results, setting))
-        ],
-        "times": [picture("steps", TIMES, lambda: figures.step_times(results, setting))],
+        "pareto": [picture("pareto", PARETO, figures.pareto, widest)],
+        "sweep": [picture("sweep", SWEEP, figures.coefficient_sweep, widest)],
+        "times": [picture("steps", TIMES, figures.step_times)],
     }
 
 
@@ -171,18 +178,18 @@ GAINS = (
     "intervals; a hollow mark has one seed and no interval."
 )
 TRAJECTORIES = (
-    "Routing during training, means over seeds; bands: one standard error over seeds (none with one seed)."
+    "routing during training, means over seeds; bands: one standard error over seeds (none with one seed)."
 )
-LOADS = "load of each expert, sorted within a run; bars: means over seeds, dots: single seeds, dashed line: uniform."
+LOADS = "load of each expert, sorted within a run; bars: means over seeds, dots: seeds, dashed line: uniform."
 HEATMAP = (
-    "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the task that "
-    "uses them most. The line in the colour bar is the uniform share."
+    "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the task "
+    "that uses them most. The line in the colour bar is the uniform share."
 )
 PARETO = (
-    "Accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other method is "
-    "as good in all four and better in one."
+    "accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other method "
+    "is as good in all four and better in one."
 )
-SWEEP = "Metrics over the coefficient; dots: single seeds, bars: one standard error, dashed: Baseline."
+SWEEP = "metrics over the coefficient; dots: single seeds, bars: one standard error, dashed: Baseline."
 TIMES = "Mean time per update of each run (dots) and over runs (bars); numbers are factors over Baseline."
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
@@ -44,11 +44,13 @@ SCOPES = {  # the paper's scopes by their mixtures
 CAPTION = "Beside the paper: "
 
 
-def endpoints(results: Results, setting: str) -> Table | None:
+def endpoints(
+    results: Results, setting: str, metrics: Sequence[str], name: str, caption: str
+) -> Table | None:
     """Our mean, the paper's, their difference, and whether the paper's lies in our interval."""
     table = Table(
-        "paper-endpoints",
-        CAPTION + "endpoints",
+        name,
+        CAPTION + caption,
         [
             Column("mixture"),
             Column("method"),
@@ -66,16 +68,16 @@ def endpoints(results: Results, setting: str) -> Table | None:
             found = _presets(results, setting, scope, variant)
             if found is None or results.missing("accuracy", setting, scope, variant):
                 continue
-            for metric, name in NAMES.items():
-                printed = _published(found, name)
+            for metric in metrics:
+                printed = _published(found, NAMES[metric])
                 values = results.values(metric, setting, scope, variant)
                 if printed is not None and values:
                     _add(table, scope, variant, metric, values, printed)
     if not table.rows:
         return None
     table.notes.append(
-        "The paper's means are over five seeds; the interval is that of our mean and knows nothing of the paper's "
-        "own spread. Accuracies in %, differences of accuracies in percentage points."
+        "The paper's means are over five seeds; the interval is that of our mean and knows nothing of the "
+        "paper's own spread. Accuracies in %, differences of accuracies in percentage points."
     )
     table.notes += _deviations(results, setting)
     return table
@@ -117,7 +119,7 @@ def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table | None:
             interval(low, high, POINTS, sign=True),
             number(row["mean"] - mean, POINTS.text(row["mean"] - mean, sign=True)),
             verdict(mean, row["low"], row["high"]),
-            variant=row["a"] if row["b"] == "Baseline" else row["b"],
+            variants=(row["a"], row["b"]),
         )
     return table if table.rows else None
 
@@ -146,13 +148,13 @@ def _add(
         Cell(shown.text(printed), printed),
         number(difference, shown.text(difference, sign=True)),
         verdict(printed, low, high),
-        variant=variant,
+        variants=(variant,),
         group=f"{scope.label}/{variant}",
     )
 
 
 def _presets(results: Results, setting: str, scope: Scope, variant: str) -> list[Preset] | None:
-    """The paper preset behind each of the scope's mixtures, if every run has one and they are of one setting."""
+    """The paper preset behind each of the scope's mixtures, if all runs have one, of one setting."""
     found = []
     for mixture in scope.mixtures:
         names = {str(run.config.get("preset")) for run in results.cell(setting, mixture, variant).values()}

@@ -32,10 +32,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """``variant`` lets a reader hide a method; ``group`` separates blocks; ``strong`` rows stand out."""
+    """A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` rows stand out."""
 
     cells: tuple[Cell, ...]
-    variant: str = ""
+    variants: tuple[str, ...] = ()
     group: str = ""
     strong: bool = False
 
@@ -51,11 +51,15 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def add(
-        self, *cells: Cell | str | int | float, variant: str = "", group: str = "", strong: bool = False
+        self,
+        *cells: Cell | str | int | float,
+        variants: tuple[str, ...] = (),
+        group: str = "",
+        strong: bool = False,
     ) -> None:
         if len(cells) != len(self.columns):
             raise ValueError(f"{self.name}: {len(cells)} cells for {len(self.columns)} columns")
-        self.rows.append(Row(tuple(map(Cell.of, cells)), variant, group, strong))
+        self.rows.append(Row(tuple(map(Cell.of, cells)), variants, group, strong))
 
 
 def number(value: float, text: str) -> Cell:

@@ -40,6 +40,10 @@ def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
         ],
     )
     rows = frame[frame["setting"] == setting].to_dict("records") if len(frame) else []
+    seeds: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        seeds[row["scope"]] |= {row["seed_list"]} if row["seeds"] else set()
+    uneven = [scope for scope, lists in seeds.items() if len(lists) > 1]
     best = {
         scope: max(row["accuracy"] for row in rows if row["scope"] == scope)
         for scope in {r["scope"] for r in rows}
@@ -55,11 +59,18 @@ def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
             interval(row["accuracy_low"], row["accuracy_high"], accuracy),
             *(number(row[name], METRICS[name].text(row[name])) for name in MAIN),
             "●" if row["pareto"] else "",
-            variant=row["variant"],
+            variants=(row["variant"],),
             group=row["scope"],
-            strong=row["accuracy"] == best[row["scope"]],
+            strong=row["scope"] not in uneven and row["accuracy"] == best[row["scope"]],
         )
     table.notes += [f"{row['scope']}, {row['variant']}: {row['note']}." for row in rows if row["note"]]
+    table.notes += [
+        f"{bin_}: {mixture} alone, see there." for bin_, mixture in results.lone_bins(setting).items()
+    ]
+    table.notes += [
+        f"{scope}: methods have different seeds, so neither means nor ● compare like with like."
+        for scope in uneven
+    ]
     if any(row["seeds"] == 1 for row in rows):
         table.notes.append(
             "One seed says nothing about spread: rows with one seed have no std and no interval."
@@ -79,7 +90,7 @@ def further(results: Results, setting: str, frame: pd.DataFrame) -> Table:
     for row in frame[frame["setting"] == setting].to_dict("records") if len(frame) else []:
         cells = (number(row[name], METRICS[name].text(row[name])) for name in FURTHER)
         table.add(
-            row["scope"], row["variant"], row["seeds"], *cells, variant=row["variant"], group=row["scope"]
+            row["scope"], row["variant"], row["seeds"], *cells, variants=(row["variant"],), group=row["scope"]
         )
     return table
 
@@ -98,7 +109,7 @@ def task_accuracies(results: Results, setting: str) -> list[Table]:
         )
         for variant, cell in cells.items():
             shown = [_task_cell([_tasks(run)[t] for run in cell.values() if t in _tasks(run)]) for t in tasks]
-            table.add(variant, len(cell), *shown, variant=variant)
+            table.add(variant, len(cell), *shown, variants=(variant,))
         tables.append(table)
     return tables
 
@@ -120,7 +131,7 @@ def paired(setting: str, frame: pd.DataFrame, metric: str, name: str = "paired")
                 False,
                 "two-sided Student-t interval over seeds, seeds − 1 degrees of freedom",
             ),
-            Column("zero", False, "where zero lies relative to the interval"),
+            Column("zero lies", False, "where zero lies relative to the interval"),
         ],
     )
     rows = frame[frame["setting"] == setting].to_dict("records") if len(frame) else []
@@ -132,7 +143,7 @@ def paired(setting: str, frame: pd.DataFrame, metric: str, name: str = "paired")
             number(row["mean"], shown.text(row["mean"], sign=True)),
             interval(row["low"], row["high"], shown, sign=True),
             reading(row),
-            variant=row["a"] if row["b"] == "Baseline" else row["b"],
+            variants=(row["a"], row["b"]),
             group=row["scope"],
         )
         if row["note"] and row["note"] != "one seed: no interval":
@@ -188,7 +199,7 @@ def times(results: Results, setting: str) -> Table:
                 number(1000 * std, "–" if math.isnan(std) else f"{1000 * std:.1f}"),
                 number(factor, "–" if math.isnan(factor) else f"×{factor:.2f}"),
                 device,
-                variant=variant,
+                variants=(variant,),
                 group=mixture,
             )
     table.notes.append(
@@ -219,7 +230,7 @@ def configurations(results: Results, setting: str) -> Table:
                 int(run.result.get("updates", 0)),
                 ", ".join(map(str, cell)),
                 ", ".join(sorted({str(r.config.get("preset") or "–") for r in cell.values()})),
-                variant=variant,
+                variants=(variant,),
                 group=mixture,
             )
     return table
@@ -253,7 +264,7 @@ def versions(results: Results, setting: str) -> Table:
 def problems(results: Results) -> Table:
     """Runs without a result, and why."""
     columns = [Column(label) for label in ("state", "run", "setting", "mixture", "method", "seed", "reason")]
-    table = Table("problems", "Runs without a result", columns)
+    table = Table("problems", "Failed, running and unreadable runs", columns)
     for run in sorted(results.problems, key=lambda run: (run.state, str(run.path))):
         setting, mixture, variant = results.label(run)
         seed = str(grouping.seed_of(run)) if run.config else "–"

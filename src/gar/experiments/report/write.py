@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from gar.errors import UserError
-from gar.experiments.figures_style import INK
 from gar.experiments.report.html import html
 from gar.experiments.report.page import HEADINGS, Page, Section, build_page
 from gar.experiments.report.text import escape_markdown, latex, markdown
-from gar.experiments.results import METRICS, Results
+from gar.experiments.results import Results
 
 
 def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> dict[str, Path]:
@@ -28,13 +28,13 @@ def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> 
         "report.md": _markdown(page),
         "tables.tex": _latex(page),
         "runs.csv": results.frame.to_csv(index=False),
-        "endpoints.csv": results.endpoints(common_seeds).to_csv(index=False),
-        "paired.csv": _paired_csv(results, common_seeds),
+        "endpoints.csv": page.endpoints.to_csv(index=False),
+        "paired.csv": _paired_csv(page.compared),
     }
     for section in page.sections:
         for picture in (picture for group in section.pictures.values() for picture in group):
             if picture.figure is not None:
-                contents[f"figures/{picture.name}.svg"] = picture.svg(INK) + "\n"
+                contents[f"figures/{picture.name}.svg"] = picture.svg + "\n"
     try:
         for name, text in contents.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +95,9 @@ def _latex(page: Page) -> str:
     return "\n".join(parts)
 
 
-def _paired_csv(results: Results, common_seeds: bool) -> str:
+def _paired_csv(compared: Mapping[str, pd.DataFrame]) -> str:
     """All metrics; accuracy in fractions. ``differences`` is JSON, by seed."""
-    frames = [frame for metric in METRICS if len(frame := results.comparisons(metric, common_seeds))]
-    if not frames:
-        return results.comparisons("accuracy").to_csv(index=False)
+    frames = [frame for frame in compared.values() if len(frame)] or [compared["accuracy"]]
     table = pd.concat(frames, ignore_index=True)
     table["differences"] = [json.dumps(values) for values in table["differences"]]
-    return table.to_csv(index=False)
+    return str(table.to_csv(index=False))

@@ -36,7 +36,8 @@
 
   const hide = () => {
     document.querySelectorAll("[data-variant]").forEach((element) => {
-      element.classList.toggle("hidden", state.hide.has(element.dataset.variant));
+      const names = element.dataset.variant.split(" ");
+      element.classList.toggle("hidden", names.some((name) => state.hide.has(name)));
     });
     document.querySelectorAll("#methods input").forEach((box) => {
       box.checked = !state.hide.has(box.value);
@@ -112,7 +113,7 @@
 
   addEventListener("hashchange", recall);
   addEventListener("beforeprint", () => {
-    document.querySelectorAll("details").forEach((details) => { details.open = true; });
+    document.querySelectorAll("details.record").forEach((details) => { details.open = true; });
   });
   recall();
 })();

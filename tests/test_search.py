@@ -1,0 +1,405 @@
+"""The hyper-parameter search against the protocol of the paper, candidate by candidate."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from gar import config as configuration
+from gar.data.task import Mixture, Split, Task
+from gar.errors import UserError
+from gar.experiments import paper, store
+from gar.experiments.executors import Event, Job, LocalExecutor
+from gar.experiments.probe import probe_mixture, probe_task
+from gar.experiments.search import (
+    Budget,
+    Coordinate,
+    Found,
+    Measured,
+    Stopped,
+    Trial,
+    search,
+    search_method,
+    space,
+)
+from gar.experiments.trials import TrialError, run_trials
+from test_sweep import PRETENDER, StandIn, quiet, tiny_base
+
+Tree = dict[str, Any]
+Objective = Callable[[Trial], float | None]
+
+RANGES = {  # from the paper's text
+    "learning_rate": (2e-6, 5e-3, True),
+    "grad_clip": (0.5, 2.0, False),
+    "weight_decay": (0.0, 0.05, False),
+    "cagrad_c": (0.1, 1.0, False),
+    "lambda_align": (1e-5, 3e-2, True),
+    "beta_stgc": (0.25, 4.0, True),
+    "lambda_load": (1e-6, 1.1e-2, True),
+    "alpha_switch": (1e-6, 1.3e-2, True),
+}
+FREE = {
+    "baseline": ["learning_rate", "grad_clip", "weight_decay"],
+    "cagrad": ["learning_rate", "cagrad_c"],
+    "gar": ["learning_rate", "lambda_align"],
+    "stgc": ["learning_rate", "beta_stgc"],
+    "loadpen": ["learning_rate", "lambda_load"],
+    "switchaux": ["learning_rate", "alpha_switch"],
+    "stgc_load": ["learning_rate", "beta_stgc", "lambda_load"],
+}
+KEYS = {
+    "learning_rate": "optimizer.learning_rate",
+    "grad_clip": "optimizer.clip",
+    "weight_decay": "optimizer.weight_decay",
+    "cagrad_c": "method.c",
+    "lambda_align": "method.coefficient",
+    "beta_stgc": "method.coefficient",
+    "lambda_load": "method.coefficient",
+    "alpha_switch": "method.coefficient",
+}
+
+
+def base(method: str, **mixture: Any) -> Tree:
+    tree = {
+        "method": {"name": method},
+        "mixture": {"name": "five", **mixture},
+        "optimizer": {"updates": 2000},
+    }
+    return configuration.build(tree).to_dict()
+
+
+def value(tree: Tree, dotted: str) -> Any:
+    for part in dotted.split("."):
+        tree = tree[part]
+    return tree
+
+
+class Recorder:
+    """Evaluates trials by a function and remembers them."""
+
+    def __init__(self, objective: Objective, die_after: int | None = None) -> None:
+        self.objective, self.die_after = objective, die_after
+        self.batches: list[list[Trial]] = []
+        self.done: list[Trial] = []
+
+    def __call__(self, trials: Sequence[Trial]) -> Iterator[Measured]:
+        self.batches.append(list(trials))
+        for trial in trials:
+            if self.die_after is not None and len(self.done) >= self.die_after:
+                raise Stopped("killed")
+            self.done.append(trial)
+            accuracy = self.objective(trial)
+            yield Measured(trial, accuracy, None if accuracy is not None else "the loss is nan")
+
+
+def hill(method: str, best: dict[str, float]) -> Objective:
+    """Highest at ``best``, on each coordinate's own scale; seeds differ by a constant."""
+
+    def objective(trial: Trial) -> float:
+        miss = sum((_position(n, trial.values[n]) - _position(n, v)) ** 2 for n, v in best.items())
+        return 0.9 - miss + 0.001 * (trial.seed % 2)
+
+    return objective
+
+
+def _position(name: str, x: float) -> float:
+    low, high, log = RANGES[name]
+    return math.log(x / low) / math.log(high / low) if log else (x - low) / (high - low)
+
+
+def run(method: str, objective: Objective, out: Path, **options: Any) -> tuple[Found, Recorder]:
+    recorder = options.pop("recorder", None) or Recorder(objective)
+    if method != "baseline":
+        options.setdefault("inherited", {"grad_clip": 1.1, "weight_decay": 0.02})
+    return search_method(options.pop("tree", base(method)), recorder, out, **options), recorder
+
+
+# ---------------------------------------------------------------------- the protocol
+
+
+def test_ranges_and_scales_are_the_papers() -> None:
+    for method, names in FREE.items():
+        where = space(method)
+        assert [c.name for c in where.coordinates] == names
+        for coordinate in where.coordinates:
+            low, high, log = RANGES[coordinate.name]
+            assert (coordinate.low, coordinate.high, coordinate.scale == "log") == (low, high, log)
+            expected = np.geomspace(low, high, 8) if log else np.linspace(low, high, 8)
+            assert coordinate.grid() == pytest.approx(expected.tolist(), rel=1e-11, abs=1e-15)
+        assert where.inherited == (() if method == "baseline" else ("grad_clip", "weight_decay"))
+
+
+@pytest.mark.parametrize("method", FREE)
+def test_every_candidate_is_the_protocols(method: str, tmp_path: Path) -> None:
+    names = FREE[method]
+    keys = dict(KEYS)
+    if method == "stgc_load":
+        keys["lambda_load"] = "method.load_coefficient"
+    best = {
+        name: Coordinate(name, *RANGES[name][:2], "log" if RANGES[name][2] else "linear", 8).at(0.4)
+        for name in names
+    }
+    found, recorder = run(method, hill(method, best), tmp_path)
+    d = len(names)
+    stages = [step.stage for step in found.steps]
+    assert stages == [*names, "local"]
+    assert [len(step.candidates) for step in found.steps] == [8] * d + [3**d]
+    nominal = sum(len(step.candidates) for step in found.steps)
+    assert nominal == {"baseline": 51, "stgc_load": 51}.get(method, 25)
+
+    # One pass: each coordinate on its grid, those before it at their best, those after it in the middle.
+    current = {n: c.middle for n, c in zip(names, space(method).coordinates, strict=True)}
+    for step, coordinate in zip(found.steps, space(method).coordinates, strict=False):
+        assert step.candidates == [{**current, coordinate.name: v} for v in coordinate.grid()]
+        assert step.scores.index(max(step.scores)) == 3  # the grid's nearest point to 0.4 of the range
+        current = step.candidates[3]
+
+    # The local grid: the best, and two values at most one step away, in the range.
+    local = found.steps[-1].candidates
+    axes = [list(dict.fromkeys(candidate[name] for candidate in local)) for name in names]
+    assert [tuple(c.values()) for c in local] == list(itertools.product(*axes))
+    for name, axis in zip(names, axes, strict=True):
+        assert len(axis) == 3
+        assert axis[0] == current[name]
+        assert axis[1] < axis[0] < axis[2]
+        assert all(abs(_position(name, v) - _position(name, axis[0])) <= 1 / 7 + 1e-9 for v in axis)
+        assert RANGES[name][0] <= axis[1]
+        assert axis[2] <= RANGES[name][1]
+
+    # The choice is the best of the local grid, by the mean over two seeds.
+    scores = found.steps[-1].scores
+    assert found.score == max(scores)
+    assert {n: found.values[n] for n in names} == local[scores.index(max(scores))]
+
+    # What was run: 500 updates, both seeds of every distinct candidate once, the rest of the base as it was.
+    distinct = {key for step in found.steps for key in step.keys}
+    assert len(recorder.done) == 2 * len(distinct)
+    assert {trial.seed for trial in recorder.done} == {1000, 1001}
+    for trial in recorder.done:
+        tree = trial.tree
+        assert (tree["optimizer"]["updates"], tree["optimizer"]["epochs"]) == (500, None)
+        assert (tree["optimizer"]["warmup"], tree["seed"]) == (0.1, trial.seed)
+        assert all(value(tree, keys[n]) == trial.values[n] for n in names)
+        if method != "baseline":
+            assert (tree["optimizer"]["clip"], tree["optimizer"]["weight_decay"]) == (1.1, 0.02)
+    if method == "cagrad":
+        assert all(trial.tree["method"]["inner_learning_rate"] == 0.1 for trial in recorder.done)
+
+
+def test_a_single_task_trains_for_one_epoch(tmp_path: Path) -> None:
+    tree = base("gar", name=None, tasks=["rte"])
+    _, recorder = run("gar", lambda t: 0.5, tmp_path, tree=tree)
+    assert {trial.tree["optimizer"]["epochs"] for trial in recorder.done} == {1}
+
+
+def test_nearby_values_at_a_limit_are_inside_the_range() -> None:
+    for name, (low, high, log) in RANGES.items():
+        coordinate = Coordinate(name, low, high, "log" if log else "linear", 8)
+        for seed in range(20):
+            below = coordinate.nearby(low, seed)
+            above = coordinate.nearby(high, seed)
+            assert low < below[0] < below[1] <= coordinate.grid()[1] * (1 + 1e-9)
+            assert coordinate.grid()[-2] * (1 - 1e-9) <= above[0] < above[1] < high
+
+
+def test_ties_go_to_the_first_and_the_choice_is_ready_for_training(tmp_path: Path) -> None:
+    found, _ = run("gar", lambda t: 0.5, tmp_path)
+    assert found.steps[0].candidates[0]["learning_rate"] == found.values["learning_rate"] == 2e-6
+    chosen = configuration.load(tmp_path / "chosen.yaml")
+    assert chosen.optimizer.updates == 2000  # the final budget, not the search's
+    assert (chosen.seed, chosen.preset) == (0, None)
+    assert (chosen.optimizer.learning_rate, chosen.optimizer.clip) == (2e-6, 1.1)
+    assert chosen.to_dict() == found.tree
+    report = json.loads((tmp_path / "search.json").read_text())
+    assert report["chosen"]["values"] == found.values
+    assert [len(step["candidates"]) for step in report["steps"]] == [8, 8, 9]
+
+
+def test_baseline_comes_first_and_gives_clip_and_decay(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def evaluate(directory: Path) -> Callable[[Sequence[Trial]], Iterable[Measured]]:
+        order.append(directory.name)
+        best = {"learning_rate": 1e-3} | (
+            {"grad_clip": 1.6, "weight_decay": 0.04} if directory.name == "baseline" else {}
+        )
+        return Recorder(hill(directory.name, best))
+
+    found = {f.method: f for f in search(base, ["gar", "stgc"], evaluate, tmp_path)}
+    assert order == ["baseline", "gar", "stgc"]
+    for method in ("gar", "stgc"):
+        for name in ("grad_clip", "weight_decay"):
+            assert found[method].values[name] == found["baseline"].values[name]
+        assert found[method].tree["optimizer"]["clip"] == found["baseline"].values["grad_clip"]
+        assert found[method].values["learning_rate"] != found["baseline"].values["learning_rate"]
+    with pytest.raises(UserError, match="come from Baseline"):
+        search_method(base("gar"), Recorder(lambda t: 0.5), tmp_path / "x")
+    with pytest.raises(UserError, match="did you mean 'stgc'"):
+        list(search(base, ["stgcc"], evaluate, tmp_path / "y"))
+
+
+# ---------------------------------------------------------------------- determinism, resuming, failures
+
+
+def test_a_search_depends_on_its_seed_alone(tmp_path: Path) -> None:
+    objective = hill("gar", {"learning_rate": 1e-3, "lambda_align": 1e-3})
+    first, _ = run("gar", objective, tmp_path / "a")
+    again, _ = run("gar", objective, tmp_path / "b")
+    other, recorder = run("gar", objective, tmp_path / "c", seed=1)
+    assert first == again
+    files = [{p.name: p.read_bytes() for p in (tmp_path / x / "candidates").iterdir()} for x in "ab"]
+    assert files[0] == files[1]
+    assert [s.candidates for s in other.steps[:2]] == [s.candidates for s in first.steps[:2]]
+    assert other.steps[2].candidates != first.steps[2].candidates
+    assert {trial.seed for trial in recorder.done} == {1002, 1003}
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 20, 33, 47])
+def test_a_killed_search_goes_on_without_repeating_anything(after: int, tmp_path: Path) -> None:
+    objective = hill("gar", {"learning_rate": 1e-3, "lambda_align": 1e-3})
+    whole, everything = run("gar", objective, tmp_path / "whole")
+    killed = Recorder(objective, die_after=after)
+    with pytest.raises(Stopped):
+        run("gar", objective, tmp_path / "x", recorder=killed)
+    assert not (tmp_path / "x" / "chosen.yaml").exists()
+    found, rest = run("gar", objective, tmp_path / "x")
+    assert found == whole
+    assert len(killed.done) + len(rest.done) == len(everything.done)
+    assert not {(t.key, t.seed) for t in killed.done} & {(t.key, t.seed) for t in rest.done}
+    _, nothing = run("gar", objective, tmp_path / "x")
+    assert nothing.done == []
+
+
+def test_another_base_is_another_search(tmp_path: Path) -> None:
+    run("gar", lambda t: 0.5, tmp_path)
+    _, moved = run("gar", lambda t: 0.5, tmp_path, tree={**base("gar"), "device": "cuda"})
+    assert moved.done == []
+    _, other = run(
+        "gar",
+        lambda t: 0.5,
+        tmp_path,
+        tree=configuration.build(base("gar")).override(["experts.count=4"]).to_dict(),
+    )
+    assert len(other.done) > 40
+
+
+def test_non_finite_candidates_are_worst_and_reported(tmp_path: Path) -> None:
+    """Everything above a learning rate explodes, for one of two seeds only."""
+
+    def objective(trial: Trial) -> float | None:
+        if trial.values["learning_rate"] > 3e-4 and trial.seed == 1001:
+            return None
+        return trial.values["learning_rate"]  # the higher the better
+
+    found, _ = run("gar", objective, tmp_path)
+    assert found.values["learning_rate"] <= 3e-4
+    assert found.problems
+    assert set(found.problems.values()) == {"the loss is nan"}
+    report = json.loads((tmp_path / "search.json").read_text())
+    assert set(report["non_finite"]) == set(found.problems)
+    for key in found.problems:
+        record = store.read_json(tmp_path / "candidates" / f"{key}.json")
+        assert record is not None
+        assert record["score"] is None
+    with pytest.raises(UserError, match="every candidate became non-finite"):
+        run("gar", lambda t: None, tmp_path / "none")
+
+
+# ---------------------------------------------------------------------- the probe
+
+
+def make_task(n: int, name: str = "mood") -> Task:
+    texts = [f"text {i}" for i in range(n)]
+    split = Split(texts, np.arange(n) % 2, [f"pair {i}" for i in range(n)])
+    return Task(name, ("bad", "good"), split, Split(["SECRET"], np.array([1]), ["SECRET"]))
+
+
+def test_the_probe_is_a_tenth_of_the_training_split() -> None:
+    task = make_task(200)
+    probed = probe_task(task)
+    assert (len(probed.train), len(probed.validation)) == (180, 20)
+    assert sorted([*probed.train.texts, *probed.validation.texts]) == sorted(task.train.texts)
+    assert "SECRET" not in [*probed.train.texts, *probed.validation.texts]
+    for split in (probed.train, probed.validation):
+        indices = [int(text.split()[1]) for text in split.texts]
+        assert indices == sorted(indices)
+        assert split.labels.tolist() == [i % 2 for i in indices]
+        assert split.pairs == [f"pair {i}" for i in indices]
+    assert probe_task(task).validation.texts == probed.validation.texts
+    assert probe_task(make_task(200, "other")).validation.texts != probed.validation.texts
+    assert len(probe_task(make_task(3)).validation) == 1
+    assert [t.name for t in probe_mixture(Mixture("m", (task,))).tasks] == ["mood"]
+    with pytest.raises(UserError, match="needs two or more"):
+        probe_task(make_task(1))
+
+
+def trials(count: int, updates: int = 3) -> list[Trial]:
+    tree = configuration.build(tiny_base(updates)).to_dict()
+    return [Trial(f"k{i}", {}, i, {**tree, "seed": i}) for i in range(count)]
+
+
+def test_trials_run_on_the_probe_and_leave_only_scores(tmp_path: Path) -> None:
+    with LocalExecutor(1, tmp_path / "logs") as executor:
+        found = list(run_trials(trials(2), tmp_path / "gar", executor, lambda: False, quiet()))
+        assert [m.trial.seed for m in found] == [0, 1]
+        assert all(m.accuracy is not None and m.accuracy * 4 % 0.5 == 0 for m in found)  # 4 examples each
+        assert list((tmp_path / "gar" / "runs").iterdir()) == []
+        wild = trials(1)[0]
+        wild.tree["optimizer"] |= {"learning_rate": 1e30, "clip": 1e30, "updates": 20}
+        (measured,) = run_trials([wild], tmp_path / "gar", executor, lambda: False, quiet())
+    assert measured.accuracy is None
+    assert measured.reason is not None
+
+
+def test_other_failures_end_the_search_but_keep_what_is_measured(tmp_path: Path) -> None:
+    def does(job: Job) -> Event:
+        assert job.probe
+        assert not job.keep_model
+        if job.id.startswith("gar/k1"):
+            return Event(job, "failed", {"error": "Killed", "reason": "killed by SIGKILL"})
+        return Event(job, "finished", {"accuracy": 0.25})
+
+    measured: list[Measured] = []
+    with pytest.raises(TrialError, match="1 trials failed; the first: gar/k1-seed-1: killed by SIGKILL"):
+        measured.extend(run_trials(trials(3), tmp_path / "gar", StandIn(does), lambda: False, quiet()))
+    stopped = StandIn(does)
+    with pytest.raises(Stopped):
+        list(run_trials(trials(5), tmp_path / "gar", stopped, lambda: len(stopped.seen) > 1, quiet()))
+
+
+def test_the_command_searches_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer import Typer
+    from typer.testing import CliRunner
+
+    from gar.cli.search import search as verb
+
+    monkeypatch.setattr(
+        LocalExecutor, "command", (LocalExecutor.command[0], "-c", PRETENDER.replace("os.getpid()", "0.5"))
+    )
+    app = Typer()
+    app.command()(verb)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tiny_base()))
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / "own.yaml"), "--method", "gar", "--out", str(out), "--jobs", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    chosen = configuration.load(out / "own" / "a+b" / "gar" / "chosen.yaml")
+    assert chosen.method.name == "gar"
+    assert chosen.optimizer.updates == 3
+    assert (out / "own" / "a+b" / "baseline" / "chosen.yaml").is_file()
+    monkeypatch.setattr(LocalExecutor, "command", ("/no/such/program",))
+    assert CliRunner().invoke(app, arguments).exit_code == 0  # everything is stored
+
+
+def test_the_budget_is_the_protocols() -> None:
+    facts = paper.hpo()["candidate_evaluation"]
+    assert (Budget().updates, Budget().epochs, Budget().seeds) == (500, 1, 2)
+    assert facts["probe_fraction"] == 0.1
