@@ -15,7 +15,7 @@ quickstart: install
 	$(BIN)/gar quickstart
 
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: install
 	$(BIN)/ruff check .

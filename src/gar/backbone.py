@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -69,7 +70,14 @@ def load_backbone(config: BackboneConfig, directory: str | Path | None = None) -
             torch.manual_seed(0)
             model = AutoModel.from_config(architecture, dtype=dtype)
     else:
-        model = _load(AutoModel.from_pretrained, resolve(config.name), config, dtype=dtype)
+        model, found = _load(
+            AutoModel.from_pretrained, resolve(config.name), config, dtype=dtype, output_loading_info=True
+        )
+        # transformers fills gaps with fresh random weights.
+        for key in sorted(key for key in found["missing_keys"] if not key.startswith("pooler.")):
+            raise UserError(
+                f"backbone.name {config.name}: its weights lack {key!r}, which its config.json asks for"
+            )
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # unused: the heads pool the hidden states themselves
     if getattr(model.config, "chunk_size_feed_forward", 0):
@@ -86,7 +94,7 @@ def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> A
     transformers_logging.disable_progress_bar()
     try:
         return loader(source, revision=config.revision, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"backbone.name {config.name}: cannot be loaded ({reason}); "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,11 +17,21 @@ from gar.data.batches import split
 from gar.data.task import Mixture, Task
 from gar.model import MultiTaskModel, evaluating, length_bucketed
 from gar.observation import observe
-from gar.routing import mean_over_tokens
-from gar.training.sources import Source, make_source
-from gar.training.step import example_losses
+from gar.routing import Routing
+
+if TYPE_CHECKING:  # the training loop imports this module
+    from gar.training.sources import Source
 
 Array = NDArray[np.float64]
+
+Watch: TypeAlias = Callable[[int, NDArray[np.int64], Routing], None]
+"""Called with the task's number, the example indices and the routing of every forward of an evaluation."""
+
+BLOCK = 1 << 16  # parameters per block of the Gram matrices
+
+
+class EvaluationFailure(RuntimeError):
+    """The model's outputs are not finite: it has diverged, and there is nothing to measure."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +67,24 @@ def evaluate(
     source: Source | None = None,
     options: EvaluationConfig | None = None,
     cache: CacheConfig | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Accuracy and routing diagnostics of a model on a mixture's validation splits.
 
-    Returns the ``accuracy`` and ``routing`` sections of result.json, with ``routing.by_task`` (load of each
-    task) and ``routing.counts`` (the contingency table) beside the summary numbers.
+    Returns the ``accuracy`` and ``routing`` sections of result.json: beside the summary numbers,
+    ``routing.load_by_task``, ``routing.counts`` (the contingency table) and ``routing.gradient_norms``, each
+    ``{task: [E]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
+    the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
     """
+    from gar.training.sources import make_source
+
+    if model.head is None:
+        for task in mixture.tasks:
+            model.task(task.name)  # its head must be there
     options = options or EvaluationConfig()
     source = source or make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
     with evaluating(model):
-        forward = forward_pass(model, mixture, source, options.batch_tokens)
+        forward = forward_pass(model, mixture, source, options.batch_tokens, watch)
         probe = gradient_probe(model, mixture, source, options.probe_examples)
     return {
         "accuracy": accuracies(mixture.tasks, forward),
@@ -76,7 +93,9 @@ def evaluate(
 
 
 @torch.inference_mode()
-def forward_pass(model: MultiTaskModel, mixture: Mixture, source: Source, batch_tokens: int) -> ForwardPass:
+def forward_pass(
+    model: MultiTaskModel, mixture: Mixture, source: Source, batch_tokens: int, watch: Watch | None = None
+) -> ForwardPass:
     """Predictions, example gates and selection counts of the whole validation split."""
     predictions: list[NDArray[np.int64]] = []
     gates: list[Array] = []
@@ -87,9 +106,12 @@ def forward_pass(model: MultiTaskModel, mixture: Mixture, source: Source, batch_
         q = np.empty((len(lengths), counts.shape[1]))
         for rows in length_bucketed(lengths, batch_tokens):
             (logits,), routing = model.suffix(source.state([(t, rows)]), [(task.name, len(rows))])
+            _check_finite(logits, f"the validation logits of task {task.name}")
             predicted[rows] = logits.argmax(1).cpu().numpy()
-            q[rows] = mean_over_tokens(routing.gates, routing.mask).double().cpu().numpy()
+            q[rows] = routing.example_gates().cpu().double().numpy()
             counts[t] += routing.selected.flatten(0, -2).sum(0).cpu().numpy()
+            if watch is not None:
+                watch(t, rows, routing)
         predictions.append(predicted)
         gates.append(q)
     return ForwardPass(predictions, gates, counts)
@@ -100,41 +122,70 @@ def gradient_probe(model: MultiTaskModel, mixture: Mixture, source: Source, exam
 
     Whole loader batches are taken until ``examples`` are reached; groups weigh equally.
     """
-    bank = model.bank
-    rows: list[Tensor] = []  # per task [E, d]
+    gradients = []
     for t, task in enumerate(mixture.tasks):
-        total, groups_seen, taken = None, 0, 0
-        for batch in split(np.arange(len(source.lengths[t])), mixture.batch_size):
-            if taken >= examples:
-                break
-            taken += len(batch)
-            groups = split(batch, mixture.group_size)
-            index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g) for g in groups]))
-            with torch.enable_grad(), observe(bank) as observed:
-                output = model.suffix(source.state([(t, batch)]), [(task.name, len(batch))])
-                losses = example_losses(output, [source.labels[t][torch.from_numpy(batch).to(model.device)]])
-                sizes = torch.bincount(index).to(losses.device, losses.dtype)
-                total_loss = (losses / sizes[index.to(losses.device)]).sum()
-                parameters = [p for p in bank.parameters() if p.requires_grad]
-                torch.autograd.grad(total_loss, parameters, allow_unused=True)
-            ones = torch.ones(len(groups), device=losses.device)
-            site = observed.site
-            summed = torch.stack(
-                [site.expert_group_gradients(index, ones, e).sum(0) for e in range(bank.experts.count)]
-            )
-            total = summed if total is None else total + summed
-            groups_seen += len(groups)
-        assert total is not None
-        rows.append(total / groups_seen)
-    return _grams(torch.stack(rows))
+        total, groups = torch.zeros(()), 0
+        for batch in leading_batches(len(source.lengths[t]), mixture.batch_size, examples):
+            part, count = _batch_gradients(model, source, t, task.name, batch, mixture.group_size)
+            total, groups = total.to(part.device) + part, groups + count
+        _check_finite(total, f"the expert gradients of task {task.name}")
+        gradients.append((total / groups).cpu())
+    return _grams(gradients)
 
 
-def _grams(gradients: Tensor) -> GradientProbe:
-    """[T, E, d] reduced to norms and Gram matrices."""
-    by_expert = torch.einsum("ted,sed->ets", gradients, gradients).double().cpu().numpy()
-    mean = gradients.mean(0)
-    norms = gradients.norm(dim=-1).double().cpu().numpy()
-    return GradientProbe(norms, by_expert, (mean @ mean.T).double().cpu().numpy())
+def leading_batches(size: int, batch_size: int, examples: int) -> Iterator[NDArray[np.int64]]:
+    """Whole batches of an unshuffled loader, until ``examples`` are reached.
+
+    >>> [batch.tolist() for batch in leading_batches(8, 3, 4)]
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    for batch in split(np.arange(size), batch_size):
+        if batch[0] >= examples:
+            return
+        yield batch
+
+
+def _batch_gradients(
+    model: MultiTaskModel, source: Source, t: int, name: str, batch: NDArray[np.int64], group_size: int
+) -> tuple[Tensor, int]:
+    """Each expert's own gradient of the sum of the groups' mean losses, [E, d]; and how many groups."""
+    from gar.training.step import example_losses
+
+    bank = model.bank
+    with torch.no_grad():  # what lies below the experts has no part in their gradients
+        state = source.state([(t, batch)])
+    labels = source.labels[t][torch.from_numpy(batch).to(model.device)]
+    with torch.enable_grad(), observe(bank) as observed:
+        losses = example_losses(model.suffix(state, [(name, len(batch))]), [labels])
+        means = torch.stack([group.mean() for group in losses.split(group_size)])
+        parameters = [p for p in bank.parameters() if p.requires_grad]
+        torch.autograd.grad(means.sum(), parameters, allow_unused=True)
+    # Only the sum over the groups is asked for, so to the observation the batch is one group.
+    whole, one = torch.zeros(len(batch), dtype=torch.long), torch.ones(1, device=losses.device)
+    rows = [observed.site.expert_group_gradients(whole, one, e) for e in range(bank.experts.count)]
+    return torch.cat(rows), len(means)
+
+
+def _grams(gradients: Sequence[Tensor]) -> GradientProbe:
+    """[E, d] of each task, reduced to norms and Gram matrices in float64, a block of parameters at a time."""
+    tasks, (experts, size) = len(gradients), gradients[0].shape
+    by_expert = torch.zeros(experts, tasks, tasks, dtype=torch.float64)
+    between = torch.zeros(experts, experts, dtype=torch.float64)
+    for start in range(0, size, BLOCK):
+        block = torch.stack([rows[:, start : start + BLOCK].double() for rows in gradients])
+        by_expert += torch.einsum("ted,sed->ets", block, block)
+        mean = block.mean(0)
+        between += mean @ mean.T
+    norms = by_expert.diagonal(dim1=1, dim2=2).sqrt().T
+    return GradientProbe(norms.numpy(), by_expert.numpy(), between.numpy())
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    if not bool(values.isfinite().all()):
+        raise EvaluationFailure(
+            f"{what} are not finite: the model has diverged; expected one trained with a smaller learning "
+            "rate, or an earlier checkpoint"
+        )
 
 
 def accuracies(tasks: Sequence[Task], forward: ForwardPass) -> dict[str, Any]:
@@ -173,7 +224,7 @@ def routing_summary(
         "nmi": metrics.normalized_mutual_information(forward.counts),
         "ari": metrics.adjusted_rand_index(forward.counts),
         "entropy": metrics.routing_entropy(pooled),
-        "normalized_entropy": metrics.routing_entropy(pooled) / math.log(len(load)) if len(load) > 1 else 0.0,
+        "normalized_entropy": metrics.routing_entropy(pooled, normalize=True),
         "intra_expert_coherence": metrics.intra_expert_coherence(gram=probe.by_expert),
         "inter_expert_similarity": metrics.inter_expert_similarity(gram=probe.between),
         "load_by_task": {name: row.tolist() for name, row in zip(names, by_task, strict=True)},

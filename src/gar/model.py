@@ -21,14 +21,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import gar
-from gar.backbone import fingerprint, load_backbone, load_tokenizer, resolve
+from gar.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
 from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.data.tokenize import TokenizedSplit, pad, tokenize_split
 from gar.errors import UserError, one_of
 from gar.nn import RoutedExperts, RoutedFFN, RoutedHead, RoutedLoRA
 from gar.routing import Routing
-from gar.sites import Capture, architecture, dense_ffn, pool, remove_dense_ffn, site_tail
+from gar.sites import Capture, architecture, dense_ffn, pool, position_limit, remove_dense_ffn, site_tail
 
 SectionT = TypeVar("SectionT", BackboneConfig, ExpertsConfig)
 HEAD_STD = 0.02
@@ -99,14 +99,22 @@ class MultiTaskModel(nn.Module):
                 "backbone.dtype is bfloat16 for a trainable backbone; expected float32 weights with precision: bfloat16"
             )
         self.tasks = {task.name: task for task in tasks}
+        if not tasks or len(self.tasks) < len(tasks):
+            raise UserError(f"task names must be distinct, at least one; got {[task.name for task in tasks]}")
         self.experts_config, self.config, self.precision = experts, config, precision
         self.tokenizer, self.backbone = tokenizer, backbone
-        # Only a reference: resuming and saving need to know what the frozen weights were.
+        # What the frozen weights were: resuming, saving and the feature cache need to know.
         self._backbone_fingerprint: str | None = None
         if not config.trainable:
             backbone.requires_grad_(False).eval()
         width = int(backbone.config.hidden_size)
         entry = architecture(backbone)
+        limit = position_limit(backbone)
+        if limit is not None and config.max_length > limit:
+            raise UserError(
+                f"backbone.max_length is {config.max_length}, but {config.name} has positions for {limit} tokens; "
+                f"expected at most {limit}"
+            )
         self._tail: nn.Module | None = None
         self.tail: nn.Module | None = None
         self.residual_dropout = 0.0
@@ -121,6 +129,8 @@ class MultiTaskModel(nn.Module):
                     dense.first, dense.second, dense.activation, experts.count, experts.top_k
                 )
                 self.residual_dropout = dense.dropout if config.trainable else 0.0
+                if not self.saves_backbone:
+                    self._backbone_fingerprint = fingerprint(backbone)  # of the backbone as it was loaded
                 remove_dense_ffn(backbone, entry)
             else:
                 self.bank = RoutedLoRA(width, width, **self._lora_options())
@@ -132,7 +142,7 @@ class MultiTaskModel(nn.Module):
             self.head = RoutedHead(width, classes, **self._lora_options())
             nn.init.normal_(self.head.base.weight, std=HEAD_STD)
             nn.init.zeros_(self.head.base.bias)
-            self.bank = self.head.deltas
+            object.__setattr__(self, "bank", self.head.deltas)  # a part of the head, not registered twice
         if config.dtype == "float64":
             self.double()
         elif not config.trainable:
@@ -204,15 +214,14 @@ class MultiTaskModel(nn.Module):
         tasks = [TaskInfo(t["name"], tuple(t["labels"]), tuple(t["text"])) for t in saved["tasks"]]
         holds_backbone = (directory / BACKBONE_DIR).is_dir()
         backbone = load_backbone(config, directory / BACKBONE_DIR if holds_backbone else None)
+        tokenizer = load_tokenizer(config, directory)
+        model = cls(backbone, tokenizer, tasks, experts, config, saved.get("precision", "float32"))
         expected = saved.get("backbone_fingerprint")
-        if not holds_backbone and (found := fingerprint(backbone)) != expected:
+        if not holds_backbone and (found := model.backbone_fingerprint) != expected:
             raise UserError(
                 f"{directory}: trained on another {config.name}; its weights had fingerprint {expected}, "
                 f"those found now have {found}"
             )
-        tokenizer = load_tokenizer(config, directory)
-        model = cls(backbone, tokenizer, tasks, experts, config, saved.get("precision", "float32"))
-        model._backbone_fingerprint = expected
         model._load_weights(directory / WEIGHTS_FILE)
         return model.eval()
 
@@ -227,13 +236,12 @@ class MultiTaskModel(nn.Module):
         if self.saves_backbone:
             self.backbone.config.save_pretrained(directory / BACKBONE_DIR)
         save_file(self.owned_state(), directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        name = self.config.name
-        path = resolve(name)
+        path = Path(self.config.name).expanduser()
+        name = str(path.resolve()) if self.config.name != PACKAGED and path.is_dir() else self.config.name
         saved = {
             "format": "gar-multitask-model",
             "gar_version": gar.__version__,
-            "backbone": self.config.model_dump(mode="json")
-            | ({"name": str(Path(path).resolve())} if name != "minilm" and Path(path).is_dir() else {}),
+            "backbone": self.config.model_dump(mode="json") | {"name": name},
             "backbone_fingerprint": None if self.saves_backbone else self.backbone_fingerprint,
             "experts": self.experts_config.model_dump(mode="json"),
             "precision": self.precision,
@@ -316,7 +324,8 @@ class MultiTaskModel(nn.Module):
         Without gradients when the backbone is frozen: then it is a function of the input alone.
         """
         inputs: dict[str, Tensor] = {"input_ids": input_ids, "attention_mask": mask.long()}
-        if token_type_ids is not None:
+        # Tokenizers may give type ids to backbones that have a single type or none at all.
+        if token_type_ids is not None and getattr(self.backbone.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
 
         def forward() -> Tensor:
@@ -465,7 +474,7 @@ def _head(width: int, classes: int) -> nn.Linear:
 
 def _key(task: str) -> str:
     # torch forbids dots in module names, and an attribute name must not collide with a method.
-    return "task_" + task.replace(".", "%2E")
+    return "task_" + task.replace("%", "%25").replace(".", "%2E")
 
 
 def _task_infos(tasks: Iterable[Task | TaskInfo] | Mapping[str, Sequence[str]]) -> list[TaskInfo]:

@@ -150,8 +150,8 @@ class _Record:
             raise RuntimeError("nothing was observed: no forward with gradients ran inside the observe block")
         if self.forwards > 1:
             raise RuntimeError(
-                f"the expert bank ran {self.forwards} forwards inside one observe block; observe one forward at a "
-                "time (a bank shared between layers has no single observation)"
+                f"the expert bank ran {self.forwards} forwards inside one observe block; observe one forward "
+                "at a time (a bank shared between layers has no single observation)"
             )
 
 
@@ -241,7 +241,8 @@ class SiteObservation:
         record.require_forward()
         if record.backwards != 1 or record.delta is None:
             raise RuntimeError(
-                f"{record.backwards} backward passes ran inside the observe block; group gradients need exactly one"
+                f"{record.backwards} backward passes ran inside the observe block; "
+                "group gradients need exactly one"
             )
         assert record.arguments is not None
         x, gates, active = record.arguments

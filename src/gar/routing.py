@@ -26,7 +26,7 @@ class Routing:
     mask: Tensor | None = None
 
     def example_gates(self) -> Tensor:
-        """``q_n`` [rows, E]: gates averaged over a row's valid tokens; [N, E] gates are returned as they are."""
+        """``q_n`` [rows, E]: gates averaged over a row's valid tokens; [N, E] gates pass unchanged."""
         return mean_over_tokens(self.gates, self.mask)
 
 

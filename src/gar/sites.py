@@ -99,6 +99,11 @@ def architecture(model: PreTrainedModel) -> Architecture:
             "backbone is of type albert: its layers share one FFN, so experts in the final layer would sit in "
             "every layer; expected an encoder with its own final FFN"
         )
+    if getattr(model.config, "z_steps", 0) > 1:
+        raise UserError(
+            f"backbone of type {kind} runs its last layer {model.config.z_steps} times (z_steps in its "
+            "config.json); expected a final FFN that runs once"
+        )
     if kind not in ARCHITECTURES:
         raise UserError(
             f"backbone is of type {kind}: not supported; expected one of {', '.join(ARCHITECTURES)}"
@@ -111,6 +116,15 @@ def architecture(model: PreTrainedModel) -> Architecture:
     except (AttributeError, IndexError) as error:
         raise UserError(f"backbone of type {kind} does not have the expected layers: {error}") from None
     return entry
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest input that the position embeddings reach, or None for relative and rotary positions."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    if not isinstance(table, nn.Embedding):
+        return None
+    # RoBERTa counts its positions from behind the padding index.
+    return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
@@ -205,13 +219,14 @@ def remove_dense_ffn(model: PreTrainedModel, entry: Architecture) -> None:
 
 
 def pool(states: Tensor, mask: Tensor, how: Literal["mean", "first", "last"]) -> Tensor:
-    """[B, L, d] to [B, d] over non-padding tokens; padding may stand on either side."""
+    """[B, L, d] to [B, d] over non-padding tokens, in float32 or wider; padding may stand on either side."""
+    wide = torch.promote_types(states.dtype, torch.float32)
     if how == "mean":
         weight = mask.to(states.dtype).unsqueeze(-1)
-        return (states * weight).sum(1) / weight.sum(1).clamp(min=1)
+        return (states * weight).sum(1, dtype=wide) / weight.sum(1, dtype=wide).clamp(min=1)
     positions = torch.arange(mask.shape[1], device=mask.device)
     if how == "first":
         index = torch.where(mask, positions, mask.shape[1] - 1).min(1).values
     else:
         index = torch.where(mask, positions, 0).max(1).values
-    return states[torch.arange(len(states), device=states.device), index]
+    return states[torch.arange(len(states), device=states.device), index].to(wide)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import typer
@@ -14,7 +16,7 @@ from typer.core import TyperGroup
 from gar import __version__
 from gar.errors import UserError, nearest
 
-# typer brings its own click or uses the installed one, by version; its public errors lead to the right classes.
+# typer brings its own click or uses the installed one, by version; its public errors lead to the classes.
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
@@ -99,7 +101,13 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit codes: 0 done, 1 a failure, 2 the user's input, 130 interrupted."""
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A request to end is an interruption like Ctrl-C, also outside of training."""
+    raise KeyboardInterrupt
 
 
 def run(arguments: list[str]) -> int:
@@ -114,7 +122,8 @@ def run(arguments: list[str]) -> int:
     except ClickException as error:
         return _say(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort) as stop:
-        return _say(str(stop) or "interrupted", 130)
+        _print(str(stop) or "interrupted")
+        return 130
     except Exception as error:
         if type(error).__name__ == "TrainingFailure":  # its type lives behind the import of torch
             return _say(str(error), 1)
@@ -122,8 +131,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _say(message: str, code: int) -> int:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {message}", markup=False)
+    _print(f"error: {message}")
     return code
+
+
+def _print(line: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(line, markup=False)
 
 
 def _usage(error: Any) -> str:

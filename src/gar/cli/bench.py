@@ -34,7 +34,7 @@ def step(
     where = resolve_device(device or "auto")
     facts = ", ".join(f"{key} {value}" for key, value in machine(where).items())
     print_line(
-        f"Five tasks, batches of 32 in groups of 8, up to {length} tokens; {repeats} updates a line. {facts}.\n"
+        f"Five tasks, batches of 32, groups of 8, up to {length} tokens; {repeats} updates a line. {facts}.\n"
     )
     print_line("| model | features | method | ms per update (fastest to slowest) | ratio to Baseline |")
     print_line("|---|---|---|---|---|")
@@ -84,7 +84,7 @@ def methods(
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """A short real run of every site, gate and method: loss at the first and last update, step time, memory."""
+    """A short real run of every site, gate and method: first and last loss, step time, peak memory."""
     from gar.data import load_mixture
     from gar.experiments.bench import every_combination, machine
     from gar.experiments.presets import resolve_config

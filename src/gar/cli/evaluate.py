@@ -1,23 +1,26 @@
-"""``gar evaluate``."""
+"""``gar evaluate``, and how a verb gets at a saved model and the data to measure it on."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from gar import config as configuration
 from gar.cli.common import DataDirOption, DeviceOption, NoCacheOption, model_directory, result_table
-from gar.config import Config
+from gar.config import CacheConfig, Config
 from gar.data import Mixture, load_mixture
-from gar.errors import UserError
+from gar.errors import UserError, one_of
 from gar.evaluation import evaluate
 from gar.experiments.presets import resolve_config
 from gar.model import MultiTaskModel
 from gar.training.run import CONFIG, majority_shares, resolve_device
+
+FORMATS = ("table", "json")
 
 
 def evaluate_run(
@@ -31,40 +34,55 @@ def evaluate_run(
     output: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
 ) -> None:
     """Accuracy per task and routing numbers of a saved model on validation data."""
-    model, data, sections = measure(run, mixture, device, data_dir, no_cache)
+    if output not in FORMATS:
+        raise one_of("--format", output, FORMATS)
+    loaded = load_run(run, mixture, device, data_dir, no_cache)
+    sections = evaluate(loaded.model, loaded.mixture, options=loaded.config.evaluation, cache=loaded.cache)
     if output == "json":
-        print(json.dumps(sections, indent=2))
+        print(json.dumps(sections, indent=2, ensure_ascii=False))
         return
-    if output != "table":
-        raise UserError(f"--format is {output!r}; expected table or json")
-    Console().print(result_table([{"method": "model", **sections}], majority_shares(data), data.name))
+    shares = majority_shares(loaded.mixture)
+    Console().print(result_table([{"method": "model", **sections}], shares, loaded.mixture.name))
 
 
-def measure(
+@dataclass(frozen=True)
+class Loaded:
+    """A saved model, a mixture of its tasks, and the configuration that both are measured under."""
+
+    model: MultiTaskModel
+    mixture: Mixture
+    config: Config
+    cache: CacheConfig
+
+
+def load_run(
     run: Path, mixture: str | None, device: str | None, data_dir: Path | None, no_cache: bool
-) -> tuple[MultiTaskModel, Mixture, dict[str, Any]]:
-    """Load a model and a mixture of its tasks, and evaluate."""
-    config = mixture_config(run, mixture, data_dir)
+) -> Loaded:
+    """Load a model and the mixture to measure it on: the named one, or the run's own.
+
+    Batches and groups of the gradient probe are those of the training, where the run tells them.
+    """
     directory = model_directory(run)
+    chosen = [] if data_dir is None else [f"data_dir={json.dumps(str(data_dir))}"]
+    own = next((path for path in (run / CONFIG, run.parent / CONFIG) if path.is_file()), None)
+    if mixture is not None:
+        config = resolve_config(mixture, chosen)
+    elif own is not None:
+        config = configuration.load(own, chosen)
+    else:
+        raise UserError(f"{run}: no {CONFIG} beside the model; name the data with --mixture")
     model = MultiTaskModel.from_pretrained(directory)
     data = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    if own is not None:
+        trained = configuration.load(own).mixture
+        data = replace(data, batch_size=trained.batch_size, group_size=trained.group_size)
     for task in data.tasks:
-        if model.task(task.name).labels != task.labels:
+        known = model.task(task.name).labels
+        if known != tuple(task.labels):
             raise UserError(
-                f"task {task.name}: the model was trained on labels {', '.join(model.task(task.name).labels)}, "
+                f"task {task.name}: the model was trained on labels {', '.join(known)}, "
                 f"the data have {', '.join(task.labels)}"
             )
     model.to(resolve_device(device or "auto"))
     cache = config.cache.model_copy(update={"enabled": config.cache.enabled and not no_cache})
-    return model, data, evaluate(model, data, options=config.evaluation, cache=cache)
-
-
-def mixture_config(run: Path, mixture: str | None, data_dir: Path | None) -> Config:
-    """The configuration that names the data: given, or the run's own."""
-    chosen = [] if data_dir is None else [f"data_dir={json.dumps(str(data_dir))}"]
-    if mixture is not None:
-        return resolve_config(mixture, chosen)
-    for path in (run / CONFIG, run.parent / CONFIG):
-        if path.is_file():
-            return configuration.load(path, chosen)
-    raise UserError(f"{run}: no {CONFIG} beside the model; name the data with --mixture")
+    return Loaded(model, data, config, cache)

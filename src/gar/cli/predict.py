@@ -87,7 +87,8 @@ def _from_arguments(info: TaskInfo, texts: list[str]) -> tuple[list[str], list[s
         return texts, None
     if len(texts) % 2:
         raise UserError(
-            f"task {info.name} takes pairs ({', '.join(info.text)}), found {len(texts)} texts; expected an even number"
+            f"task {info.name} takes pairs ({', '.join(info.text)}), found {len(texts)} texts; "
+            "expected an even number"
         )
     return texts[::2], texts[1::2]
 

@@ -20,9 +20,10 @@ from gar.cli.common import (
     result_table,
 )
 from gar.data import load_mixture
+from gar.errors import UserError
 from gar.experiments.presets import resolve_config
 from gar.training import train_from_config
-from gar.training.run import majority_shares
+from gar.training.run import CONFIG, majority_shares
 
 
 def train(
@@ -49,9 +50,13 @@ def train(
     """
     config = resolve_config(what, [*(overrides or []), *option_overrides(seed, device, data_dir, no_cache)])
     if out is None:
+        if resume:
+            raise UserError("--resume: which run? name its directory with --out")
         stem = config.mixture.name or Path(what).stem
         out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     with progress_hooks(config.method.name) as hooks:
+        if resume and not (out / CONFIG).is_file():
+            hooks.message(f"{out}: no run to continue; a new one starts")
         result = train_from_config(config, out, resume=resume, hooks=hooks)
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     console = Console()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gar.errors import UserError
 from gar.seeds import derive_seed
 
 
@@ -36,6 +37,8 @@ class TaskOrder:
     """
 
     def __init__(self, name: str, size: int, batch_size: int, seed: int) -> None:
+        if size < 1:
+            raise UserError(f"task {name} has no training examples; expected at least one")
         self.name, self.size, self.batch_size, self.seed = name, size, batch_size, seed
         self.batches_per_epoch = -(-size // batch_size)
         self._epoch = -1

@@ -146,7 +146,7 @@ def _segments(
 
 
 def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] | None]:
-    """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs if it has two."""
+    """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs."""
     segments: tuple[Segment, ...] = tuple(tuple(field.split(": ")) for field in text)
     if table.columns is not None:
         for column in (column for segment in segments for column in segment):

@@ -48,7 +48,7 @@ def tokenize_split(tokenizer: PreTrainedTokenizerBase, split: Split, max_length:
         encoded_ids, encoded_types = _encode(tokenizer, texts, pairs, max_length)
         # A tokenizer without special tokens makes nothing of an empty text; every example needs one token.
         ids += [row or [int(tokenizer.pad_token_id)] for row in encoded_ids]
-        types += encoded_types
+        types += [row or [0] for row in encoded_types]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids], dtype=np.int64)]).astype(np.int64)
     flat = np.fromiter((i for row in ids for i in row), np.int32, count=int(offsets[-1]))
     flat_types = np.fromiter((i for row in types for i in row), np.int8) if types else None
@@ -59,7 +59,12 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], pairs: list[str] | None, max_length: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     if pairs is not None and not has_pair_form(tokenizer):
-        return [_joined(tokenizer, a, b, max_length) for a, b in zip(texts, pairs, strict=True)], []
+        joined = [first + SEPARATOR + second for first, second in zip(texts, pairs, strict=True)]
+        rows = tokenizer(joined, verbose=False)["input_ids"]
+        return [
+            row if len(row) <= max_length else _cut(tokenizer, row, first, second, max_length)
+            for row, first, second in zip(rows, texts, pairs, strict=True)
+        ], []
     encoding = tokenizer(
         texts,
         pairs,
@@ -70,16 +75,22 @@ def _encode(
     return encoding["input_ids"], encoding.get("token_type_ids", [])
 
 
-def _joined(tokenizer: PreTrainedTokenizerBase, first: str, second: str, max_length: int) -> list[int]:
-    whole: list[int] = tokenizer(first + SEPARATOR + second)["input_ids"]
-    if len(whole) <= max_length:
-        return whole
-    # Too long: cut the longer segment's end, so that a long first text never pushes the second out.
-    a: list[int] = tokenizer(first, add_special_tokens=False)["input_ids"]
-    b: list[int] = tokenizer(SEPARATOR + second, add_special_tokens=False)["input_ids"]
-    keep_a, keep_b = longest_first(len(a), len(b), max_length - tokenizer.num_special_tokens_to_add())
-    built: list[int] = tokenizer.build_inputs_with_special_tokens(a[:keep_a] + b[:keep_b])
-    return built
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, row: list[int], first: str, second: str, max_length: int
+) -> list[int]:
+    """A joined pair's ids ``row``, too long, with the longer segment's end cut: both segments stay."""
+
+    def bare(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    whole, a = bare(first + SEPARATOR + second), bare(first)
+    # Where the newline has merged into the first text's last token, the second keeps one of its own.
+    b = whole[len(a) :] if whole[: len(a)] == a else bare(SEPARATOR + second)
+    special = len(row) - len(whole)
+    before = next((at for at in range(special + 1) if row[at : at + len(whole)] == whole), special)
+    keep_a, keep_b = longest_first(len(a), len(b), max_length - special)
+    return row[:before] + a[:keep_a] + b[:keep_b] + row[before + len(whole) :]
 
 
 def longest_first(a: int, b: int, budget: int) -> tuple[int, int]:

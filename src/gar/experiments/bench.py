@@ -202,7 +202,7 @@ class Stepper:
 
 
 def measure(steppers: dict[str, Stepper], repeats: int) -> list[Timing]:
-    """Median seconds of every stepper; they take turns, so that a slow spell of the machine hits all alike."""
+    """Median seconds of every stepper; they take turns, so that a slow spell hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     peaks: dict[str, float | None] = {}
     for turn in range(repeats + 1):
@@ -256,7 +256,7 @@ def one_update(config: Config, classes: Sequence[int], device: torch.device, rep
 def every_combination(
     mixture: Mixture, backbone: str, device: torch.device, updates: int
 ) -> Iterator[Combination]:
-    """A short run of every site, gate and method on a real mixture; backbones train except under ``lora_ffn``."""
+    """Short runs of every site, gate and method on a real mixture; ``lora_ffn`` backbones stay frozen."""
     for site, top_k, name in itertools.product(SITES, (4, 1), REGISTRY):
         tree = {
             "backbone": {"name": backbone, "trainable": site != "lora_ffn"},

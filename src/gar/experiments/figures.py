@@ -10,7 +10,7 @@ raises :class:`NothingToDraw`, which says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from gar.experiments.results_reading import Run
 ARROWS = {1: " (↑ better)", -1: " (↓ better)", 0: ""}
 
 
-class NothingToDraw(UserError):  # noqa: N818 - no mistake of the user
+class NothingToDraw(UserError):
     """The runs hold nothing for this figure; the message says why."""
 
 
@@ -106,29 +106,42 @@ def task_expert_heatmap(
     the uniform share, which is the line in the colour bar.
     """
     setting, mixture = _mixture(results, setting, mixture)
-    chosen: dict[str, tuple[Run, np.ndarray]] = {}
+    chosen: dict[str, Run] = {}
     for variant, runs in _runs(results, setting, mixture).items():
         for run in runs:
-            by_task = _routing(run, "load_by_task")
-            if by_task and seed in (None, grouping.seed_of(run)):
-                chosen.setdefault(variant, (run, np.asarray(list(by_task.values()), float)))
+            if _routing(run, "load_by_task") and seed in (None, grouping.seed_of(run)):
+                chosen.setdefault(variant, run)
     if not chosen:
         raise NothingToDraw("the results hold no loads by task")
-    tasks, experts = next(iter(chosen.values()))[1].shape
-    panels = Panels(len(chosen), 3, 3.6, 0.9 + 0.24 * tasks)
-    uniform, top = 1 / experts, max(table.max() for _, table in chosen.values())
+    tables = {
+        f"{variant}, seed {grouping.seed_of(run)}": run.result["routing"]["load_by_task"]
+        for variant, run in chosen.items()
+    }
+    return _heatmaps(tables, columns=3)
+
+
+def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
+    """Load by task and expert of what :func:`gar.diagnose` returns (or a result.json), as one heatmap."""
+    name = str(diagnosis.get("mixture") or "load by task")
+    return _heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
+
+
+def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int) -> Figure:
+    """One panel for each ``{title: {task: [E]}}`` with one colour scale, which turns at the uniform share."""
+    arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
+    tasks, experts = next(iter(arrays.values())).shape
+    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * tasks)
+    uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
     norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)
-    for axes, (variant, (run, table)) in zip(panels.axes, chosen.items(), strict=True):
+    for axes, (name, table) in zip(panels.axes, arrays.items(), strict=True):
         order = np.lexsort((-table.max(0), table.argmax(0)))
         axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, edgecolors=INK, linewidth=0.2)
         axes.grid(visible=False)
         axes.set_xticks(np.arange(experts) + 0.5, [str(e) for e in order])
-        axes.set_yticks(
-            np.arange(tasks) + 0.5, [plain(str(name)) for name in run.result["routing"]["load_by_task"]]
-        )
+        axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
         axes.invert_yaxis()
         axes.set_xlabel("expert", fontsize=8)
-        title(axes, f"{variant}, seed {grouping.seed_of(run)}")
+        title(axes, name)
     bar = panels.figure.colorbar(ScalarMappable(norm, "PuOr_r"), ax=panels.axes + panels.spare, fraction=0.03)
     dress(bar.ax)
     bar.ax.grid(visible=False)

@@ -48,6 +48,15 @@ class Run:
                 lines.append(value)
         return lines
 
+    @cached_property
+    def seen(self) -> list[list[dict[str, Any]]]:
+        """Per expert what it sees most, from diagnostics.json; empty where the run has none of this form."""
+        diagnosis = _optional_json(self.path / "diagnostics.json")
+        experts = diagnosis.get("seen")
+        if not isinstance(experts, list) or not all(_is_seen(expert) for expert in experts):
+            return []
+        return experts
+
     @property
     def last_update(self) -> int:
         """The last update that the history knows."""
@@ -100,6 +109,17 @@ def read_run(path: Path) -> Run:
     total = (config.get("optimizer") or {}).get("updates")
     where = f"at update {run.last_update}" + (f" of {total}" if total and run.last_update <= total else "")
     return Run(path, RUNNING, f"no result yet, {where}: still running, or stopped", config, environment)
+
+
+def seen_name(entry: Mapping[str, Any]) -> str:
+    """What an entry of ``seen`` is about: a token, a task, or a task's label.
+
+    >>> seen_name({"task": "rte", "label": None}), seen_name({"task": "rte", "label": "entailment"})
+    ('rte', 'rte: entailment')
+    """
+    if "token" in entry:
+        return str(entry["token"])
+    return str(entry["task"]) if entry["label"] is None else f"{entry['task']}: {entry['label']}"
 
 
 def _search(path: Path) -> Iterator[Path]:
@@ -169,6 +189,16 @@ def _is_sections(value: Any) -> bool:
     if not isinstance(tasks, dict) or not tasks or not isinstance(accuracy.get("macro"), int | float):
         return False
     return all(isinstance(share, int | float) for share in tasks.values())
+
+
+def _is_seen(expert: Any) -> bool:
+    """Whether this is a list of tokens, or of tasks and labels, with their lifts."""
+    return isinstance(expert, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("lift"), int | float)
+        and isinstance(entry.get("token", entry.get("task")), str)
+        for entry in expert
+    )
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,8 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
         if key not in cls.model_fields:
             known = ", ".join(cls.model_fields) or "none"
             raise UserError(
-                f"unknown key 'method.{key}' for method {name}; its keys: {known}{nearest(key, cls.model_fields)}"
+                f"unknown key 'method.{key}' for method {name}; its keys: {known}"
+                f"{nearest(key, cls.model_fields)}"
             )
     try:
         return cls(**fields)

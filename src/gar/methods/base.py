@@ -6,7 +6,7 @@ A method is a frozen pydantic model whose fields are its hyper-parameters, and a
 * :meth:`Method.router_loss` - a loss over detached captures, back-propagated after the last pass;
 * :meth:`Method.backward` and :meth:`Method.finish` - its own backward (CAGrad).
 
-It declares in :attr:`Method.observes` what has to be captured. The training loop never asks which method runs.
+It declares in :attr:`Method.observes` what has to be captured; the training loop never asks which one runs.
 """
 
 from __future__ import annotations

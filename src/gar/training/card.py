@@ -29,8 +29,9 @@ def model_card(model: MultiTaskModel, config: Config, mixture: Mixture, result: 
             "|---|---|---|---|",
             *rows,
             "",
-            f"Macro accuracy {accuracy['macro']:.4f}; load variance {routing['load_variance']:.5f}, utilization "
-            f"{routing['utilization']:.3f}, gradient-mass purity {routing['gradient_mass_purity']:.4f}.",
+            f"Macro accuracy {accuracy['macro']:.4f}; load variance {routing['load_variance']:.5f}, "
+            f"utilization {routing['utilization']:.3f}, "
+            f"gradient-mass purity {routing['gradient_mass_purity']:.4f}.",
             "",
             "```python",
             "import gar",

@@ -1,7 +1,7 @@
 """Checkpoints: atomic, checksummed, the last few kept; never pickled.
 
-``checkpoints/00000200/`` holds model.safetensors, optimizer.safetensors and state.json; state.json carries the
-checksums of the other two and its own, and the directory is renamed into place when it is complete.
+``checkpoints/00000200/`` holds model.safetensors, optimizer.safetensors and state.json; state.json carries
+the checksums of the other two and its own, and the directory is renamed into place when it is complete.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gar.data.cache import checksum
 from gar.errors import UserError
 from gar.model import MultiTaskModel
+from gar.training.files import sync
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -46,17 +48,20 @@ def save(
         state = {"update": update, "facts": facts, "files": files}
         (working / STATE).write_text(json.dumps({**state, "digest": _digest(state)}), encoding="utf-8")
         for path in working.iterdir():
-            _sync(path)
-        _sync(working)
+            sync(path)
+        sync(working)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(working, target)
-        _sync(root)
-    except OSError as error:
+        sync(root)
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors in its own
         shutil.rmtree(working, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{target}: the checkpoint could not be written ({error.strerror or error}); earlier ones are kept"
+            f"{target}: the checkpoint could not be written ({reason}); earlier ones are kept"
         ) from error
-    for old in _complete(root)[:-keep]:
+    # Those after this update are damaged ones that were passed over: they must not count as kept.
+    complete = [path for path in existing(root) if path.name <= target.name]
+    for old in {*existing(root)} - {*complete[-keep:]}:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -66,38 +71,41 @@ def load(
 ) -> dict[str, Any] | None:
     """Restore the newest intact checkpoint; its ``{"update", "facts"}``, or None without any.
 
-    A damaged one is passed over with a line that says so.
+    A damaged one is passed over with a line that says so, and so is the lack of any.
     """
-    for path in reversed(_complete(root)):
+    for path in reversed(existing(root)):
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             digest = state.pop("digest")
-            if digest != _digest(state) or any(checksum(path / n) != c for n, c in state["files"].items()):
-                raise ValueError("its checksum differs")
+            if digest != _digest(state):
+                raise ValueError(f"the checksum of {STATE} differs")
+            for name, expected in state["files"].items():
+                if checksum(path / name) != expected:
+                    raise ValueError(f"the checksum of {name} differs")
             tensors, moments = load_file(path / MODEL), load_file(path / OPTIMIZER)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warn(f"checkpoint {path} is damaged ({error}); trying the one before it")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            warn(f"checkpoint {path} is damaged ({_told(error)}); trying the one before it")
             continue
         model.load_owned_state(tensors, str(path / MODEL))
         _restore(optimizer, moments)
         return {"update": state["update"], "facts": state["facts"]}
+    warn(f"{root}: no intact checkpoint to continue from; training starts from the beginning")
     return None
 
 
-def _complete(root: Path) -> list[Path]:
+def existing(root: Path) -> list[Path]:
+    """The checkpoints in a directory, oldest first."""
     return sorted(path for path in root.glob("[0-9]*") if path.is_dir()) if root.is_dir() else []
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or '').name}: {error.strerror}"
+    return str(error) if type(error) is ValueError else f"{STATE} cannot be read"
 
 
 def _digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -15,24 +15,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates
 from gar.data.task import Mixture
-from gar.evaluation import evaluate
+from gar.evaluation import EvaluationFailure, evaluate
 from gar.model import MultiTaskModel
 from gar.training import checkpoint
 from gar.training.history import History
-from gar.training.sources import make_source
-from gar.training.step import UpdateOptions, run_update
+from gar.training.sources import Source, make_sources
+from gar.training.step import UpdateOptions, broken_group, run_update
 
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
 
 class TrainingFailure(RuntimeError):
-    """Training cannot go on (a loss or gradient is not finite); the last good checkpoint stays."""
+    """Training cannot go on (something is not finite); the last good checkpoint stays.
+
+    ``update`` is the update, counted from 1, in which it happened.
+    """
+
+    def __init__(self, message: str, update: int) -> None:
+        super().__init__(message, update)
+        self.update = update
+
+    def __str__(self) -> str:
+        return f"update {self.update}: {self.args[0]}"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -60,60 +70,68 @@ def fit(
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns the sections ``accuracy``, ``routing`` and ``timing`` of a result."""
     hooks, history = hooks or Hooks(), history or History(None)
-    source = make_source(model, [task.train for task in mixture.tasks], config.cache, hooks.features)
-    validation = make_source(model, [task.validation for task in mixture.tasks], config.cache, hooks.features)
+    source, validation = make_sources(model, mixture, config.cache, hooks.features)
     names = [task.name for task in mixture.tasks]
     sizes = [len(task.train) for task in mixture.tasks]
     schedule = Updates(names, sizes, mixture.batch_size, mixture.group_size, config.seed)
     total = total_updates(config.optimizer, schedule)
     options = UpdateOptions(names, config.observation, config.max_tokens_per_pass, config.seed)
-    optimizer, scheduler = make_optimizer(model, config.optimizer, total)
+    optimizer, learning_rate = make_optimizer(model, config.optimizer, total)
+    parameters = model.trainable_parameters()
     start, seconds = 0, 0.0
-    if (
-        resume
-        and checkpoints is not None
-        and (state := checkpoint.load(checkpoints, model, optimizer, hooks.message))
-    ):
-        start, seconds = state["update"], state["facts"]["seconds"]
-        for _ in range(start):
-            scheduler.step()
-    history.rewind(start)
+    if resume and checkpoints is not None:
+        state = checkpoint.load(checkpoints, model, optimizer, hooks.message)
+        start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
+    history.rewind(start, hooks.message)
 
     def save(done: int) -> None:
+        check_weights(model, done)
         if checkpoints is not None:
             history.flush()
             checkpoint.save(checkpoints, done, model, optimizer, {"seconds": seconds}, config.checkpoint.keep)
 
+    def measure(done: int) -> dict[str, Any]:
+        check_weights(model, done)
+        try:
+            return evaluate(model, mixture, source=validation, options=config.evaluation)
+        except EvaluationFailure as error:
+            raise TrainingFailure(str(error), done) from error
+
     model.train()
-    parameters = model.trainable_parameters()
     with stop_signals() as stopped:
         for number in range(start, total):
             began = time.perf_counter()
             groups = schedule.groups(number)
             losses = run_update(model, source, groups, config.method, number, options)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip)
-            values, norm_value = finite(losses, norm, groups, names, number, model)
-            rate = float(scheduler.get_last_lr()[0])
+            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            values, norm_value = finite(losses, norm, groups, model, source, number, options)
+            clip_grads_with_norm_(parameters, config.optimizer.clip, norm)
+            rate = optimizer.param_groups[0]["lr"] = learning_rate(number)
             optimizer.step()
-            scheduler.step()
             seconds += time.perf_counter() - began
             done = number + 1
             history.update(done, values, groups, names, norm_value, rate)
             if hooks.update is not None:
                 hooks.update(done, total, history.last_loss)
-            if config.evaluation.every and done % config.evaluation.every == 0 and done < total:
-                history.evaluation(
-                    done, evaluate(model, mixture, source=validation, options=config.evaluation)
-                )
-            if stopped or (config.checkpoint.every and done % config.checkpoint.every == 0 and done < total):
+            if is_due(config.evaluation.every, done) and done < total:
+                history.evaluation(done, measure(done))
+            if stopped or is_due(config.checkpoint.every, done, total):
                 save(done)
             if stopped:
                 raise Interrupted(f"stopped after update {done} of {total}")
-    history.flush()
-    final = evaluate(model, mixture, source=validation, options=config.evaluation)
-    steps = max(1, total)
-    timing = {"updates_per_second": steps / seconds if seconds else 0.0, "step_seconds_mean": seconds / steps}
+        history.flush()
+        final = measure(total)
+    timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
     return {"updates": total, **final, "timing": timing}
+
+
+def is_due(every: int, done: int, last: int | None = None) -> bool:
+    """Whether something done every N updates (0: never) is due after ``done``, and after the ``last`` one.
+
+    >>> [done for done in range(1, 9) if is_due(3, done, 8)]
+    [3, 6, 8]
+    """
+    return bool(every) and (done % every == 0 or done == last)
 
 
 def total_updates(optimizer: OptimizerConfig, schedule: Updates) -> int:
@@ -133,8 +151,10 @@ def warmup_factor(update: int, total: int, warmup: float) -> float:
     return min(1.0, (update + 1) / length) if length else 1.0
 
 
-def make_optimizer(model: MultiTaskModel, config: OptimizerConfig, total: int) -> tuple[AdamW, LambdaLR]:
-    """AdamW with one parameter group over everything trainable, and its warm-up schedule."""
+def make_optimizer(
+    model: MultiTaskModel, config: OptimizerConfig, total: int
+) -> tuple[AdamW, Callable[[int], float]]:
+    """AdamW with one parameter group over everything trainable, and the learning rate of update 0, 1, …"""
     optimizer = AdamW(
         model.trainable_parameters(),
         lr=config.learning_rate,
@@ -143,27 +163,51 @@ def make_optimizer(model: MultiTaskModel, config: OptimizerConfig, total: int) -
         weight_decay=config.weight_decay,
         fused=model.device.type == "cuda",
     )
-    return optimizer, LambdaLR(optimizer, lambda update: warmup_factor(update, total, config.warmup))
+    return optimizer, lambda update: config.learning_rate * warmup_factor(update, total, config.warmup)
 
 
 def finite(
-    losses: Tensor, norm: Tensor, groups: list[Group], names: list[str], number: int, model: MultiTaskModel
+    losses: Tensor,
+    norm: Tensor,
+    groups: list[Group],
+    model: MultiTaskModel,
+    source: Source,
+    number: int,
+    options: UpdateOptions,
 ) -> tuple[list[float], float]:
     """Losses and gradient norm as numbers (the update's only transfer), or a failure that says where."""
     *values, norm_value = torch.cat([losses.double(), norm.detach().double().reshape(1)]).tolist()
     for group, value in zip(groups, values, strict=True):
         if not math.isfinite(value):
             raise TrainingFailure(
-                f"update {number + 1}: the loss of task {names[group.task]}, group {group.number} is {value}; "
-                "expected finite losses (a smaller learning rate, or inputs without extreme values)"
+                f"the loss of task {options.names[group.task]}, group {group.number} is {value}; "
+                "expected finite losses (a smaller learning rate, or inputs without extreme values)",
+                number + 1,
             )
     if not math.isfinite(norm_value):
-        broken = next(
-            (n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()),
-            "?",
+        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        where = next(
+            (name for name, grad in gradients if not grad.isfinite().all()), "all parameters together"
         )
-        raise TrainingFailure(f"update {number + 1}: the gradient of {broken} is not finite")
+        guilty = broken_group(model, source, groups, number, options)
+        whose = (
+            "the method's own terms (no group's task loss has such a gradient)"
+            if guilty is None
+            else f"task {options.names[guilty.task]}, group {guilty.number}"
+        )
+        raise TrainingFailure(
+            f"the gradient of {whose} is not finite in {where}; "
+            "expected finite gradients (a smaller learning rate, or inputs without extreme values)",
+            number + 1,
+        )
     return values, norm_value
+
+
+def check_weights(model: MultiTaskModel, done: int) -> None:
+    """Refuse to keep or measure weights that the last update made non-finite."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise TrainingFailure(f"{name} is no longer finite; expected a smaller learning rate", done)
 
 
 @contextmanager
@@ -177,13 +221,15 @@ def stop_signals() -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         seen.append(number)
+        restore()
+
+    def restore() -> None:
         for which, handler in previous.items():
-            signal.signal(which, handler)
+            signal.signal(which, signal.SIG_DFL if handler is None else handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         previous[number] = signal.signal(number, note)
     try:
         yield seen
     finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
+        restore()

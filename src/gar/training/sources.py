@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gar.config import CacheConfig
-from gar.data.cache import Features, Writer, open_or_build
+from gar.data.cache import Features, Writer, does_not_fit, open_or_build
 from gar.data.paths import cache_root
-from gar.data.task import Split
+from gar.data.task import Mixture, Split
 from gar.data.tokenize import TokenizedSplit, tokenize_split
 from gar.model import MultiTaskModel, SiteState, evaluating, length_bucketed
 
@@ -56,6 +56,8 @@ class RawSource:
         state = self.model.prefix(*self.model.tokens([(self.splits[task], rows) for task, rows in parts]))
         if self._rounding is not None:
             state = state.to(self.model.device, self._rounding)
+            if not all(t.isfinite().all() for t in (state.x, state.base) if t is not None):
+                raise does_not_fit("float16")
         return state.to(self.model.device, self.model.dtype)
 
 
@@ -111,6 +113,7 @@ def make_source(
     if model.config.trainable or not cache.enabled:
         return RawSource(model, tokens, cache)
     facts = prefix_facts(model)
+    dtype = "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
     total, done = sum(len(split) for split in tokens), 0
     features: list[Features] = []
     for split in tokens:
@@ -118,18 +121,36 @@ def make_source(
         def fill(writer: Writer, split: TokenizedSplit = split, before: int = done) -> None:
             with evaluating(model), torch.no_grad():
                 ready = before
-                for indices in length_bucketed(split.lengths, TOKENS_PER_FORWARD.get(model.device.type, 8192)):
+                for indices in length_bucketed(
+                    split.lengths, TOKENS_PER_FORWARD.get(model.device.type, 8192)
+                ):
                     state = model.prefix(*model.tokens([(split, indices)]))
                     writer.put(indices, state.x, state.base)
                     ready += len(indices)
                     if progress is not None:
                         progress(ready, total)
 
-        features.append(open_or_build(cache_root(cache.directory), facts, split, cache.dtype, fill))
+        features.append(open_or_build(cache_root(cache.directory), facts, split, dtype, fill))
         done += len(split)
         if progress is not None:
             progress(done, total)
     return CachedSource(model, tokens, features)
+
+
+def make_sources(
+    model: MultiTaskModel, mixture: Mixture, cache: CacheConfig, progress: Progress | None = None
+) -> tuple[Source, Source]:
+    """The sources of a mixture's training and validation splits; ``progress`` counts through both."""
+    splits = [[task.train for task in mixture.tasks], [task.validation for task in mixture.tasks]]
+    sizes = [sum(map(len, part)) for part in splits]
+
+    def from_(start: int) -> Progress | None:
+        return None if progress is None else lambda done, total: progress(start + done, sum(sizes))
+
+    return (
+        make_source(model, splits[0], cache, from_(0)),
+        make_source(model, splits[1], cache, from_(sizes[0])),
+    )
 
 
 def prefix_facts(model: MultiTaskModel) -> dict[str, Any]:

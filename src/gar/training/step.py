@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 
 from gar.data.batches import Group, passes
 from gar.methods import Method
@@ -103,6 +104,19 @@ def group_losses(
         total,
     )
     return weights.grouping.mean(example_losses(output, labels)), weights
+
+
+def broken_group(
+    model: MultiTaskModel, source: Source, groups: Sequence[Group], number: int, options: UpdateOptions
+) -> Group | None:
+    """After a non-finite gradient: the first group whose own task loss has one, with the same dropout."""
+    for group in groups:
+        with _backbone_dropout(model, options.seed, number, group.number):
+            losses, _ = group_losses(model, source, [group], len(groups), number, options)
+            gradients = torch.autograd.grad(losses[0], model.trainable_parameters(), allow_unused=True)
+        if not get_total_norm([g for g in gradients if g is not None]).isfinite():
+            return group
+    return None
 
 
 def example_losses(output: Output, labels: Sequence[Tensor]) -> Tensor:

@@ -52,6 +52,7 @@ class Section:
     beside_paper: list[Table]
     pictures: dict[str, list[Picture]]
     folded: list[Table]
+    seen: list[Table]
     times: Table
     configurations: Table
     versions: Table
@@ -63,7 +64,7 @@ class Section:
     def tables(self) -> list[Table]:
         """In reading order."""
         beside = [*self.beside_paper, self.times, self.configurations, self.versions]
-        return [self.endpoints, self.paired, *self.folded, *beside]
+        return [self.endpoints, self.paired, *self.folded, *self.seen, *beside]
 
 
 @dataclass
@@ -131,6 +132,7 @@ def _section(
         [table for table in beside if table is not None],
         _pictures(results, setting, ident, common_seeds),
         [*folded, *tables.task_accuracies(results, setting), *others],
+        tables.seen(results, setting),
         tables.times(results, setting),
         tables.configurations(results, setting),
         tables.versions(results, setting),

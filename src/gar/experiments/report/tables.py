@@ -12,7 +12,7 @@ import pandas as pd
 from gar.experiments import results_grouping as grouping
 from gar.experiments.report.table import Cell, Column, Table, number
 from gar.experiments.results import METRICS, Metric, Results, Scope
-from gar.experiments.results_reading import Run
+from gar.experiments.results_reading import Run, seen_name
 
 MAIN = ("load_variance", "utilization", "gradient_mass_purity")
 FURTHER = tuple(name for name in METRICS if name not in MAIN and name != "accuracy")
@@ -111,6 +111,31 @@ def task_accuracies(results: Results, setting: str) -> list[Table]:
             shown = [_task_cell([_tasks(run)[t] for run in cell.values() if t in _tasks(run)]) for t in tasks]
             table.add(variant, len(cell), *shown, variants=(variant,))
         tables.append(table)
+    return tables
+
+
+def seen(results: Results, setting: str) -> list[Table]:
+    """What the experts see most, of the first seed with a diagnostics.json; a table a mixture."""
+    tables = []
+    for index, mixture in enumerate(results.mixtures(setting)):
+        columns = [Column("method"), Column("seed", True), Column("expert", True), Column("load, %", True)]
+        table = Table(
+            f"seen-{index}", f"{mixture}: what each expert sees most", [*columns, Column("× over chance")]
+        )
+        for variant in results.variants(setting):
+            runs = results.cell(setting, mixture, variant).items()
+            seed, run = next(((seed, run) for seed, run in runs if run.seen), (0, None))
+            load = run.result["routing"].get("load") or [] if run else []
+            for e, (share, entries) in enumerate(zip(load, run.seen if run else [], strict=False)):
+                words = ", ".join(f"{seen_name(entry)} ×{entry['lift']:.1f}" for entry in entries)
+                table.add(variant, seed, e, number(share, f"{100 * share:.1f}"), words or "–",
+                          variants=(variant,), group=variant)  # fmt: skip
+        if table.rows:
+            table.notes.append(
+                "Tokens (at the head site: tasks and labels) that select the expert more often than others "
+                "do, rare ones passed over; one seed, since experts of different seeds do not correspond."
+            )
+            tables.append(table)
     return tables
 
 

@@ -55,7 +55,7 @@ def _markdown(page: Page) -> str:
         parts += [f"## {escape_markdown(section.title)}", "", markdown(section.endpoints)]
         parts += [markdown(section.paired), *map(markdown, section.beside_paper)]
         parts += _markdown_pictures(section)
-        parts += [markdown(table) for table in (*section.folded, section.times)]
+        parts += [markdown(table) for table in (*section.seen, *section.folded, section.times)]
         parts += [
             "### Configuration and versions",
             "",

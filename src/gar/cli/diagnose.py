@@ -1,0 +1,164 @@
+"""``gar diagnose``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from gar.cli.common import DataDirOption, DeviceOption, NoCacheOption
+from gar.cli.evaluate import load_run
+from gar.diagnostics import MINIMUM_COUNT, TOP, gradient_shares, write
+from gar.diagnostics import diagnose as diagnose_model
+from gar.errors import one_of
+from gar.experiments.results_reading import seen_name
+
+FORMATS = ("table", "json")
+COLUMNS = 12  # experts side by side
+SHOWN = 6  # tokens of an expert in the table; the JSON has all
+#: Metric: label, digits, what its ends mean.
+ROUTING = {
+    "load_variance": ("load variance", 5, "0: all experts equal; {most:.5f}: one has everything"),
+    "utilization": ("utilization", 3, "share of the experts with at least half the uniform load"),
+    "normalized_entropy": ("routing entropy", 3, "of an example's gates; 1: uniform over all experts"),
+    "nmi": ("NMI", 4, "0: the expert says nothing about the task"),
+    "ari": ("ARI", 4, "0: as by chance; 1: tasks and experts coincide"),
+    "structure_purity": ("structure purity", 4, "selections that belong to their expert's largest task"),
+    "gradient_mass_purity": ("gradient-mass purity", 4, "largest task's share of an expert's gradient"),
+    "intra_expert_coherence": ("intra-expert coherence", 4, "cosine of tasks' gradients within an expert"),
+    "inter_expert_similarity": ("inter-expert similarity", 4, "cosine of gradients between experts"),
+}
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")],
+    mixture: Annotated[
+        str | None, typer.Option(help="A YAML file, mixture or preset; default: the run's own mixture.")
+    ] = None,
+    device: DeviceOption = None,
+    data_dir: DataDirOption = None,
+    no_cache: NoCacheOption = False,
+    output: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write diagnostics.json and the heatmap (SVG, PNG) there.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Tokens (or labels) to keep for each expert.")] = TOP,
+    minimum_count: Annotated[
+        int, typer.Option(min=1, help="Pass over tokens (or labels) that occur less often.")
+    ] = MINIMUM_COUNT,
+) -> None:
+    """See what the experts of a saved model do: loads by task, routing metrics, the tokens each one sees.
+
+    gar diagnose runs/x
+
+    gar diagnose runs/x --mixture other.yaml --out runs/x
+    """
+    if output not in FORMATS:
+        raise one_of("--format", output, FORMATS)
+    loaded = load_run(run, mixture, device, data_dir, no_cache)
+    diagnosis = diagnose_model(
+        loaded.model,
+        loaded.mixture,
+        options=loaded.config.evaluation,
+        cache=loaded.cache,
+        top=top,
+        minimum_count=minimum_count,
+    )
+    written = write(diagnosis, out) if out is not None else {}
+    if output == "json":
+        print(json.dumps(diagnosis, indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    show(console, diagnosis)
+    for path in written.values():
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def show(console: Console, diagnosis: Mapping[str, Any]) -> None:
+    """The diagnosis as tables for a terminal."""
+    experts, unit = diagnosis["experts"], diagnosis["unit"]
+    title = f"{diagnosis['mixture']}: {diagnosis['site']}, {experts} experts, {diagnosis['top_k']} per {unit}"
+    console.print(title, style="bold", markup=False, highlight=False)
+    if diagnosis["collapse"]:
+        console.print(f"{diagnosis['collapse']}", style="yellow", markup=False, highlight=False)
+    for start in range(0, experts, COLUMNS):
+        console.print(_loads(diagnosis, range(start, min(experts, start + COLUMNS))))
+    console.print(_metrics(diagnosis))
+    console.print(_experts(diagnosis))
+
+
+def _loads(diagnosis: Mapping[str, Any], experts: Sequence[int]) -> Table:
+    """Task by expert in percent, coloured by its ratio to the uniform share."""
+    routing, accuracy = diagnosis["routing"], diagnosis["accuracy"]
+    uniform = 1 / diagnosis["experts"]
+    table = _table(f"Load by task and expert, % (uniform: {100 * uniform:.1f})")
+    table.add_column("task")
+    table.add_column("accuracy", justify="right")
+    for e in experts:
+        table.add_column(str(e), justify="right", no_wrap=True)
+    for name, load in routing["load_by_task"].items():
+        cells = (_share(load[e], uniform) for e in experts)
+        table.add_row(Text(name), f"{accuracy['tasks'][name]:.3f}", *cells)
+    table.add_section()
+    cells = (_share(routing["load"][e], uniform) for e in experts)
+    table.add_row("all", f"{accuracy['macro']:.3f}", *cells, style="bold")
+    return table
+
+
+def _metrics(diagnosis: Mapping[str, Any]) -> Table:
+    table = _table("Routing")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("", style="dim")
+    experts = diagnosis["experts"]
+    for key, (label, digits, meaning) in ROUTING.items():
+        value = f"{diagnosis['routing'][key]:z.{digits}f}"
+        table.add_row(label, value, meaning.format(most=(experts - 1) / experts**2))
+    return table
+
+
+def _experts(diagnosis: Mapping[str, Any]) -> Table:
+    """Each expert's load, the task behind most of its gradient, and what it sees most."""
+    what = "tokens" if diagnosis["unit"] == "token" else "tasks and labels"
+    table = _table(f"Experts, with the {what} they see most (× over chance)")
+    table.add_column("expert", justify="right")
+    table.add_column("load, %", justify="right")
+    table.add_column("gradient mostly of")
+    table.add_column(what, overflow="fold", ratio=1)
+    shares = gradient_shares(diagnosis["routing"]["gradient_norms"])
+    for e, seen in enumerate(diagnosis["seen"]):
+        task = max(shares, key=lambda name: shares[name][e])
+        gradient = f"{escape(task)} {100 * shares[task][e]:.0f} %" if shares[task][e] else "none"
+        listed = Text("  ").join(
+            Text.assemble(seen_name(entry), (f" ×{entry['lift']:.1f}", "dim")) for entry in seen[:SHOWN]
+        )
+        load = f"{100 * diagnosis['routing']['load'][e]:.1f}"
+        table.add_row(str(e), load, gradient, listed)
+    rare = f"{what} that occur {diagnosis['minimum_count']} times or more"
+    table.caption = rare if any(diagnosis["seen"]) else f"none of the {rare} stands out for an expert"
+    return table
+
+
+def _share(share: float, uniform: float) -> Text:
+    """Bolder blue above the uniform share, dimmer below."""
+    ratio = share / uniform
+    style = "bold white on blue" if ratio >= 2 else "blue" if ratio >= 1.25 else "dim" if ratio < 0.5 else ""
+    return Text(f"{100 * share:.1f}", style=style)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )

@@ -1,0 +1,616 @@
+"""The multi-task model: kept and loaded again, its precision, the shared head, and prediction."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModel
+
+from gar.backbone import fingerprint
+from gar.config import BackboneConfig, ExpertsConfig
+from gar.data.task import Split, Task
+from gar.errors import UserError
+from gar.model import MultiTaskModel, SiteState, TaskInfo, length_bucketed
+from tiny import relative_error
+from tiny_backbones import (
+    KINDS,
+    MAX_LENGTH,
+    SENTENCES,
+    SITES,
+    TASKS,
+    WIDTH,
+    Directories,
+    all_tokens,
+    make_model,
+    make_splits,
+    save_backbone,
+    scatter_weights,
+)
+
+every_site = pytest.mark.parametrize("site", SITES)
+frozen_or_not = pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+
+READ_LOGITS = """
+import sys
+import torch
+import gar
+from safetensors.torch import save_file
+sys.path.insert(0, {tests!r})
+import test_model
+results = {{}}
+for number, directory in enumerate(sys.argv[2:]):
+    model = gar.MultiTaskModel.from_pretrained(directory)
+    for task, logits in enumerate(test_model.logits_of(model)):
+        results[f"{{number}}.{{task}}"] = logits
+save_file(results, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    return Directories(tmp_path_factory.mktemp("backbones"))
+
+
+def logits_of(model: MultiTaskModel) -> list[Tensor]:
+    """Logits of all examples in eval mode, one entry a task."""
+    tokens, segments = all_tokens(model, make_splits(model))
+    mode = model.training
+    with torch.no_grad():
+        logits = model.eval().suffix(model.prefix(*tokens).to(model.device, model.dtype), segments).logits
+    model.train(mode)
+    return logits
+
+
+def same_logits(a: MultiTaskModel, b: MultiTaskModel) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(logits_of(a), logits_of(b), strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# Keeping and loading
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_new_process_reads_bitwise_equal_logits(directories: Directories, tmp_path: Path) -> None:
+    """Every backbone and site, frozen and trainable, in one process that has never seen the model."""
+    expected: list[list[Tensor]] = []
+    saved: list[str] = []
+    for number, (kind, site, trainable) in enumerate(
+        (k, SITES[(i + j) % 3], bool(j)) for i, k in enumerate(KINDS) for j in range(2)
+    ):
+        dtype = "bfloat16" if number % 4 == 0 and not trainable else "float32"
+        model = make_model(directories[kind], site, trainable, dtype)
+        scatter_weights(model)
+        expected.append(logits_of(model))
+        saved.append(str(tmp_path / f"{number}"))
+        model.save_pretrained(saved[-1])
+    script = READ_LOGITS.format(tests=str(Path(__file__).parent))
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out.safetensors"), *saved],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        cwd=tmp_path,
+    )
+    found = load_file(tmp_path / "out.safetensors")
+    assert len(found) == 2 * len(saved)
+    for number, logits in enumerate(expected):
+        for task, value in enumerate(logits):
+            assert torch.equal(found[f"{number}.{task}"], value), saved[number]
+
+
+@every_site
+@frozen_or_not
+def test_what_a_saved_model_holds(directories: Directories, tmp_path: Path, site: str, trainable: bool) -> None:
+    model = make_model(directories["bert"], site, trainable, "float32")
+    scatter_weights(model)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == model.owned_state().keys()
+    assert any(key.startswith("backbone.") for key in stored) == trainable
+    if not trainable:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert stored.keys() == trained
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["backbone_fingerprint"] is None) == trainable
+    assert saved["backbone"]["name"] == str(Path(directories["bert"]).resolve())
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in {".bin", ".pt", ".pkl", ".pth"}]
+    loaded = MultiTaskModel.from_pretrained(tmp_path)
+    assert not loaded.training
+    assert loaded.tasks == model.tasks
+    assert (loaded.config, loaded.experts_config) == (
+        model.config.model_copy(update={"name": saved["backbone"]["name"]}),
+        model.experts_config,
+    )
+    assert same_logits(model, loaded)
+    # Kept again from the loaded model, it is the same.
+    loaded.save_pretrained(tmp_path / "again")
+    assert same_logits(model, MultiTaskModel.from_pretrained(str(tmp_path / "again")))
+
+
+@every_site
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_and_precision_come_back(
+    directories: Directories, tmp_path: Path, site: str, precision: str, dtype: str
+) -> None:
+    model = make_model(directories["bert"], site, dtype=dtype, precision=precision)
+    scatter_weights(model)
+    model.save_pretrained(tmp_path)
+    loaded = MultiTaskModel.from_pretrained(tmp_path)
+    assert (loaded.precision, loaded.dtype) == (precision, model.dtype)
+    assert same_logits(model, loaded)
+
+
+@every_site
+@frozen_or_not
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
+def test_a_changed_backbone_is_refused(
+    tmp_path: Path, kind: str, site: str, trainable: bool
+) -> None:
+    directory = save_backbone(kind, tmp_path / "backbone")
+    model = make_model(str(directory), site, trainable, "float32")
+    model.save_pretrained(tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    for key in tensors:  # one number in the final FFN, which full_ffn takes out
+        if "1." in key and key.endswith(("output.dense.weight", "mlp.Wo.weight", "mlp.down_proj.weight")):
+            if "attention" not in key:
+                tensors[key].view(-1)[0] += 1e-3
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if trainable:
+        assert same_logits(model, MultiTaskModel.from_pretrained(tmp_path / "model"))
+    else:
+        with pytest.raises(UserError, match="trained on another .*had fingerprint"):
+            MultiTaskModel.from_pretrained(tmp_path / "model")
+
+
+@every_site
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_a_model_that_holds_its_backbone_needs_no_other_directory(
+    tmp_path: Path, site: str, random_weights: bool
+) -> None:
+    """Trained backbones and random ones are kept whole; the model may move, and be kept again."""
+    directory = save_backbone("bert", tmp_path / "backbone")
+    model = make_model(
+        str(directory), site, not random_weights, "float32", backbone={"random_weights": random_weights}
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    shutil.rmtree(directory)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    loaded = MultiTaskModel.from_pretrained(tmp_path / "moved")
+    assert same_logits(model, loaded)
+    loaded.save_pretrained(tmp_path / "again")
+    assert same_logits(model, MultiTaskModel.from_pretrained(tmp_path / "again"))
+    assert loaded.predict("first", ["the cat"])
+
+
+def test_a_frozen_model_without_its_backbone_is_refused(tmp_path: Path) -> None:
+    directory = save_backbone("bert", tmp_path / "backbone")
+    make_model(str(directory), dtype="float32").save_pretrained(tmp_path / "model")
+    shutil.rmtree(directory)
+    with pytest.raises(UserError, match="no such directory"):
+        MultiTaskModel.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("site", "key"),
+    [
+        ("lora_ffn", "bank.router.weight"),
+        ("lora_ffn", "heads.task_first.bias"),
+        ("full_ffn", "bank.experts.W2"),
+        ("lora_head", "head.base.weight"),
+        ("lora_head", "bank.experts.A"),
+    ],
+)
+def test_missing_extra_and_misshapen_keys_are_named(
+    directories: Directories, tmp_path: Path, site: str, key: str
+) -> None:
+    make_model(directories["bert"], site, dtype="float32").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    for changed, reason in [
+        ({k: v for k, v in stored.items() if k != key}, f"lacks '{key}'"),
+        ({**stored, key + "2": torch.zeros(1)}, f"unknown key '{key}2'"),
+        ({**stored, key: torch.zeros(7, 7, 7, 7)}, f"'{key}' has shape .7, 7, 7, 7., expected"),
+        ({}, "lacks .* and [0-9]+ more"),
+    ]:
+        save_file(changed, path)
+        with pytest.raises(UserError, match=reason) as refused:
+            MultiTaskModel.from_pretrained(tmp_path)
+        assert str(path) in str(refused.value)
+    path.write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read"):
+        MultiTaskModel.from_pretrained(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        MultiTaskModel.from_pretrained(tmp_path)
+
+
+def test_a_failed_load_changes_nothing(directories: Directories) -> None:
+    model = make_model(directories["bert"], dtype="float32")
+    before = copy.deepcopy(model.state_dict())
+    stored = {k: v + 1 for k, v in model.owned_state().items()}
+    del stored["bank.router.bias"]
+    with pytest.raises(UserError, match="lacks"):
+        model.load_owned_state(stored, "here")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_settings_of_a_newer_version_are_told(directories: Directories, tmp_path: Path) -> None:
+    model = make_model(directories["bert"], dtype="float32")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    saved["experts"] |= {"shape": "round", "colour": "red"}
+    path.write_text(json.dumps(saved))
+    with pytest.warns(UserWarning, match="ignoring colour, shape, saved by a newer version"):
+        loaded = MultiTaskModel.from_pretrained(tmp_path)
+    assert same_logits(model, loaded)
+
+
+def test_saved_models_bring_their_own_tasks(directories: Directories, tmp_path: Path) -> None:
+    make_model(directories["bert"], dtype="float32").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="brings its own tasks"):
+        MultiTaskModel.from_pretrained(tmp_path, TASKS)
+    with pytest.raises(UserError, match="backbone without heads; give tasks"):
+        MultiTaskModel.from_pretrained(directories["bert"])
+
+
+@every_site
+@frozen_or_not
+def test_task_names_may_be_anything(
+    directories: Directories, tmp_path: Path, site: str, trainable: bool
+) -> None:
+    names = ["glue.rte", "glue%2Erte", "a b/c", "mañana 日本", "keys", "train", "forward", "weight", "task_keys", "0"]
+    tasks = {name: ["no", "yes", "open"][: 2 + i % 2] for i, name in enumerate(names)}
+    model = make_model(directories["bert"], site, trainable, "float32", tasks)
+    scatter_weights(model)
+    if site != "lora_head":
+        assert len(model.heads) == len(names)
+    model.save_pretrained(tmp_path)
+    loaded = MultiTaskModel.from_pretrained(tmp_path)
+    assert list(loaded.tasks) == names
+    probabilities = []
+    for name in names:
+        before, after = (m.predict_probabilities(name, SENTENCES) for m in (model, loaded))
+        assert torch.equal(before, after)
+        assert after.shape == (len(SENTENCES), len(tasks[name]))
+        probabilities.append(after[0, 0].item())
+    if site != "lora_head":
+        assert len(set(probabilities)) == len(names)  # each task has a head of its own
+
+
+@pytest.mark.parametrize("tasks", [[], [TASKS[0], TASKS[0]]])
+def test_tasks_must_be_distinct(directories: Directories, tasks: list[TaskInfo]) -> None:
+    with pytest.raises(UserError, match="task names must be distinct"):
+        make_model(directories["bert"], tasks=tasks)
+
+
+def test_ways_to_name_tasks_and_experts(directories: Directories) -> None:
+    split = Split(["a"], np.array([0]))
+    task = Task("rte", ("no", "yes"), split, split, text=("premise", "hypothesis"))
+    config = BackboneConfig(name=directories["bert"], max_length=MAX_LENGTH)
+    for experts in (ExpertsConfig(count=2, top_k=1, rank=2), {"count": 2, "top_k": 1, "rank": 2}):
+        model = MultiTaskModel.from_pretrained(config, [task], experts)
+        assert model.tasks == {"rte": TaskInfo("rte", ("no", "yes"), ("premise", "hypothesis"))}
+        assert model.bank.experts.count == 2
+    with pytest.raises(ValidationError):
+        MultiTaskModel.from_pretrained(config, [task], {"count": 2, "top_k": 3})
+
+
+@every_site
+def test_new_weights_depend_on_the_seed_alone(directories: Directories, site: str) -> None:
+    def build(seed: int) -> dict[str, Tensor]:
+        config = BackboneConfig(name=directories["bert"], max_length=MAX_LENGTH)
+        experts = ExpertsConfig(site=site, count=3, top_k=2, rank=2)  # type: ignore[arg-type]
+        return MultiTaskModel.from_pretrained(config, TASKS, experts, seed=seed).owned_state()
+
+    state = torch.random.get_rng_state()
+    first = build(1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(99)
+    second, third = build(1), build(2)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["bank.router.weight"], third["bank.router.weight"])
+    weight = first["bank.router.weight"]
+    assert 0 < weight.abs().max() < 0.1  # N(0, 0.02^2), not zero: no tie at the first update
+    assert not first["bank.router.bias"].any()
+
+
+def test_deep_copies_are_independent(directories: Directories) -> None:
+    for site in SITES:
+        model = make_model(directories["bert"], site, trainable=True)
+        scatter_weights(model)
+        twin = copy.deepcopy(model)
+        expected = logits_of(model)
+        assert same_logits(model, twin)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert all(torch.equal(a, b) for a, b in zip(expected, logits_of(model), strict=True))
+
+
+def test_fingerprints_see_names_dtypes_shapes_and_bytes() -> None:
+    def digest(**tensors: Tensor) -> str:
+        module = torch.nn.Module()
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
+        return fingerprint(module)
+
+    zeros = torch.zeros(2, 3)
+    seen = [
+        digest(a=zeros),
+        digest(b=zeros),
+        digest(a=zeros.T.contiguous()),
+        digest(a=zeros.int()),
+        digest(a=zeros.to(torch.bfloat16)),
+        digest(a=zeros + 1),
+        digest(a=zeros, b=torch.tensor(1.0)),
+        digest(a=zeros, b=torch.empty(0)),
+    ]
+    assert len(set(seen)) == len(seen)
+    assert digest(a=zeros, b=torch.ones(1)) == digest(b=torch.ones(1), a=zeros.clone())
+    assert digest(a=torch.arange(6.0).reshape(3, 2).T) == digest(a=torch.tensor([[0.0, 2, 4], [1, 3, 5]]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Precision
+# --------------------------------------------------------------------------------------------------
+
+
+@every_site
+@frozen_or_not
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_computation_is_close_and_routes_in_float32(
+    directories: Directories, kind: str, site: str, trainable: bool
+) -> None:
+    exact, half = (
+        make_model(directories[kind], site, trainable, "float32", precision=precision).eval()
+        for precision in ("float32", "bfloat16")
+    )
+    losses = []
+    for model in (exact, half):
+        scatter_weights(model, 0.1)
+        model.bank.router.top_k = 3  # rounding must not decide which expert is chosen
+        splits = make_splits(model)
+        tokens, segments = all_tokens(model, splits)
+        output = model.suffix(model.prefix(*tokens).to(model.device, model.dtype), segments)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert output.routing.logits.dtype == output.routing.gates.dtype == torch.float32
+        parts = zip(output.logits, splits, strict=True)
+        losses.append(
+            torch.cat(
+                [
+                    functional.cross_entropy(logits.float(), torch.from_numpy(split.labels), reduction="none")
+                    for logits, split in parts
+                ]
+            )
+        )
+        losses[-1].sum().backward()
+        assert all(
+            p.grad is None or p.grad.isfinite().all() and p.grad.dtype == torch.float32
+            for p in model.parameters()
+        )
+    assert relative_error(losses[1], losses[0]) < 2e-2
+    assert not torch.equal(losses[1], losses[0])
+    found, expected = (model.bank.router.weight.grad for model in (half, exact))
+    assert found is not None
+    assert expected is not None
+    assert relative_error(found, expected) < 0.15
+
+
+@every_site
+def test_float64_is_float64_throughout(directories: Directories, site: str) -> None:
+    model = make_model(directories["bert"], site)
+    tokens, segments = all_tokens(model, make_splits(model))
+    output = model.suffix(model.prefix(*tokens), segments)
+    tensors = (*model.parameters(), *output.logits, output.routing.gates)
+    assert {tensor.dtype for tensor in tensors} == {torch.float64}
+
+
+# --------------------------------------------------------------------------------------------------
+# Heads and experts
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_shared_head_is_as_wide_as_the_widest_task(directories: Directories) -> None:
+    model = make_model(directories["bert"], "lora_head").eval()
+    scatter_weights(model)
+    assert model.head is not None
+    assert model.head.base.weight.shape == (3, WIDTH)
+    first, second = logits_of(model)
+    assert (first.shape[1], second.shape[1]) == (3, 3)  # also of the task with two labels
+    assert not hasattr(model, "heads")
+    # The third logit takes part in the softmax; only the answers of the task are told.
+    with torch.no_grad():
+        model.head.base.bias[2] += 50
+    probabilities = model.predict_probabilities("first", SENTENCES)
+    assert probabilities.shape == (6, 2)
+    assert probabilities.sum(1).max() < 1e-6
+
+
+def test_the_shared_head_is_base_plus_gated_deltas(directories: Directories) -> None:
+    model = make_model(directories["bert"], "lora_head").eval()
+    scatter_weights(model)
+    tokens, segments = all_tokens(model, make_splits(model))
+    with torch.no_grad():
+        state = model.prefix(*tokens)
+        output = model.suffix(state, segments)
+        assert model.head is not None
+        experts = model.head.deltas.experts
+        h = state.base
+        deltas = torch.stack([1.5 * (h @ a.T) @ b.T for a, b in zip(experts.A, experts.B, strict=True)], 1)
+        expected = h @ model.head.base.weight.T + model.head.base.bias
+        expected = expected + (output.routing.gates.unsqueeze(-1) * deltas).sum(1)
+    assert output.routing.gates.shape == (8, 3)
+    assert (torch.cat(output.logits) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "modernbert", "qwen3"])
+def test_one_expert_is_plain_lora(directories: Directories, kind: str) -> None:
+    """E = 1: the gate is 1, the router has no gradient, the delta is one adapter's."""
+    model = make_model(directories[kind], "lora_ffn", count=1, top_k=1).eval()
+    scatter_weights(model)
+    tokens, segments = all_tokens(model, make_splits(model))
+    state = model.prefix(*tokens)
+    output = model.suffix(state, segments)
+    assert (output.routing.gates[state.mask] == 1).all()
+    experts = model.bank.experts
+    assert state.x is not None
+    delta = 1.5 * (state.x @ experts.A[0].T) @ experts.B[0].T
+    if model.tail is None:
+        pooled = state.base + torch.stack([d[m].mean(0) for d, m in zip(delta, state.mask, strict=True)])
+    else:
+        states = model.tail(state.base + delta)
+        pooled = torch.stack([s[m].mean(0) for s, m in zip(states, state.mask, strict=True)])
+    start = 0
+    for (_, size), head, logits in zip(segments, model.heads.values(), output.logits, strict=True):
+        tolerance = 1e-6 if kind == "qwen3" else 1e-10
+        assert (head(pooled[start : start + size]) - logits).abs().max() < tolerance
+        start += size
+    torch.cat([logits.flatten() for logits in output.logits]).square().sum().backward()
+    router = model.bank.router.weight.grad
+    assert router is None or not router.any()
+    assert experts.A.grad is not None
+    assert experts.A.grad.any()
+
+
+@pytest.mark.parametrize("site", ["full_ffn", "lora_head"])
+def test_one_expert_needs_no_router(directories: Directories, site: str) -> None:
+    model = make_model(directories["bert"], site, count=1, top_k=1).eval()
+    scatter_weights(model)
+    before = logits_of(model)
+    with torch.no_grad():
+        model.bank.router.weight.normal_()
+    assert all(torch.equal(a, b) for a, b in zip(before, logits_of(model), strict=True))
+
+
+def test_segments_choose_the_heads(directories: Directories) -> None:
+    model = make_model(directories["bert"]).eval()
+    scatter_weights(model)
+    tokens, _ = all_tokens(model, make_splits(model))
+    with torch.no_grad():
+        state = model.prefix(*tokens)
+        logits = model.suffix(state, [("second", 3), ("first", 4), ("second", 1)]).logits
+        other = model.suffix(state, [("first", 8)]).logits[0]
+    assert [tuple(t.shape) for t in logits] == [(3, 3), (4, 2), (1, 3)]
+    assert torch.allclose(logits[1], other[3:7], atol=1e-12)
+
+
+def test_states_move_and_change_dtype() -> None:
+    state = SiteState(torch.ones(1, 2, 3), torch.ones(1, 3), torch.ones(1, 2, dtype=torch.bool))
+    moved = state.to(torch.device("cpu"), torch.float64)
+    assert moved.x is not None
+    assert (moved.x.dtype, moved.base.dtype, moved.mask.dtype) == (torch.float64, torch.float64, torch.bool)
+    assert SiteState(None, state.base, state.mask).to(torch.device("cpu"), torch.float64).x is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Prediction
+# --------------------------------------------------------------------------------------------------
+
+
+@every_site
+@pytest.mark.parametrize("kind", ["bert", "roberta", "llama"])
+def test_predictions_keep_order_and_mode(directories: Directories, kind: str, site: str) -> None:
+    labels = {"one": ["no", "yes"], "two": ["low", "middle", "high"]}
+    model = make_model(directories[kind], site, dtype="float32", tasks=labels, dropout=0.5)
+    scatter_weights(model, 1.0)
+    assert model.training
+    texts = [SENTENCES[i % 6] + " cat" * (i % 5) for i in range(20)]
+    for task, names in labels.items():
+        answers = model.predict(task, texts)
+        assert model.training
+        assert not any(p.grad is not None for p in model.parameters())
+        assert len({answer.label for answer in answers}) > 1 or task == "one" or site == "lora_head"
+        for text, answer in zip(texts, answers, strict=True):
+            assert list(answer.probabilities) == names
+            total = sum(answer.probabilities.values())
+            if site == "lora_head" and len(names) == 2:
+                assert 0 < total < 1
+            else:
+                assert total == pytest.approx(1, abs=1e-6)
+            assert answer.label == max(answer.probabilities, key=answer.probabilities.__getitem__)
+            (alone,) = model.predict(task, [text])
+            assert alone.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
+        small = model.predict_probabilities(task, texts, batch_tokens=1)
+        assert torch.allclose(small, model.predict_probabilities(task, texts), atol=1e-5)
+    model.eval()
+    model.predict("one", texts[:1])
+    assert not model.training
+    assert model.predict("one", []) == []
+
+
+def test_pairs_are_predicted_as_in_training(directories: Directories) -> None:
+    for kind in ("bert", "qwen3"):
+        model = make_model(directories[kind]).eval()
+        scatter_weights(model)
+        splits = make_splits(model)
+        first = [SENTENCES[i] for i in range(3)]
+        second = [SENTENCES[3], SENTENCES[0], SENTENCES[1]]
+        found = model.predict_probabilities("second", first, second)
+        with torch.no_grad():
+            state = model.prefix(*model.tokens([(splits[1], np.arange(3))]))
+            (logits,) = model.suffix(state, [("second", 3)]).logits
+        assert torch.allclose(found, logits.softmax(-1).float(), atol=1e-6)
+        swapped = model.predict_probabilities("second", second, first)
+        assert not torch.allclose(found, swapped)
+
+
+def test_a_failing_prediction_restores_the_mode(directories: Directories) -> None:
+    model = make_model(directories["bert"])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    handle = model.backbone.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        model.predict("first", ["no"])
+    handle.remove()
+    assert model.training
+    assert not model.backbone.training
+
+
+def test_wrong_forms_and_names_are_refused(directories: Directories) -> None:
+    model = make_model(directories["bert"])
+    with pytest.raises(UserError, match=r"task second takes a pair of texts \(question, answer\)"):
+        model.predict("second", ["no"])
+    with pytest.raises(UserError, match=r"task first takes one text \(text\)"):
+        model.predict("first", ["no"], ["yes"])
+    with pytest.raises(UserError, match="did you mean 'second'"):
+        model.predict("secnd", ["no"], ["yes"])
+    with pytest.raises(ValueError, match="one length"):
+        model.predict("second", ["no", "yes"], ["yes"])
+
+
+def test_length_buckets_hold_every_example_once() -> None:
+    lengths = np.array([3, 9, 4, 9, 1, 30, 2])
+    for budget in (1, 10, 18, 1000):
+        batches = list(length_bucketed(lengths, budget))
+        assert sorted(np.concatenate(batches).tolist()) == list(range(7))
+        assert all(len(b) == 1 or len(b) * lengths[b].max() <= budget for b in batches)
+
+
+def test_frozen_weights_do_not_move_with_dense_model(directories: Directories) -> None:
+    """The frozen backbone holds exactly the weights of its directory, full_ffn aside from the taken FFN."""
+    dense = AutoModel.from_pretrained(directories["bert"])
+    for site in SITES:
+        model = make_model(directories["bert"], site, dtype="float32")
+        own = model.backbone.state_dict()
+        assert len(own) < len(dense.state_dict())  # no pooler
+        assert all(torch.equal(own[key], dense.state_dict()[key]) for key in own)
