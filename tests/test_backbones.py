@@ -70,7 +70,9 @@ def dense_hidden(directory: str, tokens: tuple[Any, ...], dtype: torch.dtype) ->
         states = dense(
             input_ids=ids, attention_mask=mask.long(), **({"token_type_ids": types} if uses_types else {})
         ).last_hidden_state
-    return torch.stack([row[valid].to(torch.float64).mean(0) for row, valid in zip(states, mask, strict=True)])
+    return torch.stack(
+        [row[valid].to(torch.float64).mean(0) for row, valid in zip(states, mask, strict=True)]
+    )
 
 
 def steep_router(model: MultiTaskModel) -> None:
@@ -131,9 +133,9 @@ def test_a_frozen_half_precision_backbone_has_a_float32_site(
 ) -> None:
     model = make_model(directories[kind], site, dtype="bfloat16").eval()
     assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16}
-    assert {
-        p.dtype for name, p in model.named_parameters() if not name.startswith("backbone.")
-    } == {torch.float32}
+    assert {p.dtype for name, p in model.named_parameters() if not name.startswith("backbone.")} == {
+        torch.float32
+    }
     tokens, segments = all_tokens(model, make_splits(model))
     state = model.prefix(*tokens)
     if state.base.dim() == 2:
@@ -309,9 +311,7 @@ def test_padding_to_twice_the_length_changes_nothing(
         short = model.suffix(model.prefix(ids, mask, types), segments)
         long = model.suffix(model.prefix(*longer), segments)
         alone = [
-            model.suffix(
-                model.prefix(*model.tokens([(split, np.array([row]))])), [(name, 1)]
-            ).logits[0]
+            model.suffix(model.prefix(*model.tokens([(split, np.array([row]))])), [(name, 1)]).logits[0]
             for (name, size), split in zip(segments, splits, strict=True)
             for row in range(size)
         ]
@@ -320,7 +320,8 @@ def test_padding_to_twice_the_length_changes_nothing(
     found = [row for logits in short.logits for row in logits.split(1)]
     for a, b in zip(found, alone, strict=True):
         assert (a - b).abs().max() < (1e-6 if kind in DECODERS else EXACT)
-    assert torch.allclose(short.routing.example_gates(), long.routing.example_gates(), atol=1e-6)
+    gates = short.routing.example_gates() - long.routing.example_gates()
+    assert gates.abs().max() < (1e-6 if kind in DECODERS else EXACT)
     valid = long.routing.mask
     if valid is not None:
         assert not long.routing.selected[~valid].any()
@@ -339,7 +340,11 @@ def test_the_two_halves_are_one_forward(
     assert model.backbone.training == trainable
     assert all(m.training == trainable for m in model.backbone.modules())
     tokens, segments = all_tokens(model, make_splits(model))
+    enabled: list[bool] = []
+    handle = model.backbone.register_forward_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
     state = model.prefix(*tokens)
+    handle.remove()
+    assert enabled == [trainable]
     assert state.base.requires_grad == trainable
     assert state.x is None or state.x.requires_grad == trainable
     assert (state.x is None) == (site == "lora_head")
@@ -348,7 +353,10 @@ def test_the_two_halves_are_one_forward(
         assert torch.equal(state.base, again.base)
     with evaluating(model), torch.no_grad():
         whole = model.suffix(model.prefix(*tokens), segments).logits
-        halves = [model.prefix(*(None if t is None else t[rows] for t in tokens)) for rows in (slice(3), slice(3, 8))]
+        halves = [
+            model.prefix(*(None if t is None else t[rows] for t in tokens))
+            for rows in (slice(3), slice(3, 8))
+        ]
         joined = SiteState(
             None if site == "lora_head" else torch.cat([h.x for h in halves if h.x is not None]),
             torch.cat([h.base for h in halves]),
@@ -430,17 +438,29 @@ def test_pooling_choices(directories: Directories, kind: str, site: str, pooling
     ("kind", "changes", "reason"),
     [
         ("albert", {"embedding_size": 6}, "its layers share one FFN"),
-        ("gpt2", {"n_embd": 8, "n_layer": 1, "n_head": 2}, "of type gpt2: not supported; expected one of bert"),
-        ("t5", {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}, "of type t5: not support"),
+        (
+            "gpt2",
+            {"n_embd": 8, "n_layer": 1, "n_head": 2},
+            "of type gpt2: not supported; expected one of bert",
+        ),
+        (
+            "t5",
+            {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
+            "of type t5: not support",
+        ),
     ],
 )
-def test_other_architectures_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str) -> None:
+def test_other_architectures_are_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any], reason: str
+) -> None:
     from transformers import AutoConfig
 
     from tiny_backbones import make_tokenizer
 
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = AutoConfig.for_model(kind, **({**small, **changes} if kind == "albert" else changes), vocab_size=40)
+    config = AutoConfig.for_model(
+        kind, **({**small, **changes} if kind == "albert" else changes), vocab_size=40
+    )
     AutoModel.from_config(config).save_pretrained(tmp_path)
     make_tokenizer("bert").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason) as refused:
@@ -458,12 +478,20 @@ def test_a_model_without_the_expected_layers_is_refused() -> None:
 def test_refused_settings(directories: Directories, tmp_path: Path) -> None:
     chunked = save_backbone("bert", tmp_path / "chunked", chunk_size_feed_forward=4)
     steps = save_backbone("deberta-v2", tmp_path / "steps", z_steps=2)
+    inner = str(save_backbone("modernbert", tmp_path / "inner", mlp_dropout=0.1))
+    make_model(inner, "full_ffn")  # frozen: no dropout
+    make_model(inner, "lora_ffn", trainable=True)
     for directory, options, reason in [
         (str(chunked), {}, "chunk_size_feed_forward must be 0"),
         (str(steps), {}, "runs its last layer 2 times"),
         (directories["bert"], {"trainable": True, "dtype": "bfloat16"}, "bfloat16 for a trainable backbone"),
-        (directories["bert"], {"backbone": {"max_length": 41}}, "positions for 40 tokens; expected at most 40"),
+        (
+            directories["bert"],
+            {"backbone": {"max_length": 41}},
+            "positions for 40 tokens; expected at most 40",
+        ),
         (directories["roberta"], {"backbone": {"max_length": 39}}, "positions for 38 tokens"),
+        (inner, {"site": "full_ffn", "trainable": True}, "dropout 0.1 inside its FFN"),
         (str(tmp_path), {}, "has no config.json"),
         (str(tmp_path / "nowhere"), {}, "no such directory"),
         ("./nowhere", {}, "no such directory"),
@@ -499,7 +527,7 @@ def test_damaged_backbones_are_refused(tmp_path: Path, damage: str) -> None:
     else:
         wide = {key: torch.zeros(8, 13)} if damage == "another width" else {}
         save_file({k: v for k, v in tensors.items() if k != key} | wide, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="backbone.name") as refused:
+    with pytest.raises(UserError, match=r"backbone\.name") as refused:
         make_model(str(directory))
     assert "\n" not in str(refused.value)
     if damage == "missing":

@@ -81,7 +81,9 @@ def test_groups_and_weights_are_those_of_the_specification(number: int) -> None:
     assert [(group.task, len(group)) for group in groups] == expected
     assert [group.task_weight for group in groups] == pytest.approx(oracles.task_weights(expected), abs=1e-15)
     sizes = [size for _, size in expected]
-    assert [group.sample_weight for group in groups] == pytest.approx(oracles.sample_weights(sizes), abs=1e-15)
+    assert [group.sample_weight for group in groups] == pytest.approx(
+        oracles.sample_weights(sizes), abs=1e-15
+    )
     assert sum(group.task_weight for group in groups) == pytest.approx(1, abs=1e-12)
 
 

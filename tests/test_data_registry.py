@@ -190,3 +190,17 @@ def test_no_network_names_the_way_out(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(UserError, match=r"Couldn't reach 'nyu-mll/glue' on the Hub.*--data-dir"):
         load_task("rte")
+
+
+def test_a_loading_script_gives_way_to_the_converted_copy(monkeypatch):
+    asked = []
+
+    def load_dataset(path, name=None, *, split, revision=None):
+        asked.append((path, name, split, revision))
+        if revision is None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found super_glue.py")
+        return dataset_of(rows_of("cb"), LABELS["cb"])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_task("cb").labels == LABELS["cb"]
+    assert ("aps/super_glue", "cb", "train", "refs/convert/parquet") in asked

@@ -419,6 +419,7 @@ def test_a_task_without_a_head_is_refused(directory: str) -> None:
         measure(model, make_mixture("first", "third"))
 
 
-@pytest.mark.parametrize("module", ["gar.evaluation", "gar.diagnostics"])
-def test_may_be_the_first_import(module: str) -> None:
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+def test_may_be_the_first_import() -> None:
+    subprocess.run(
+        [sys.executable, "-c", "import gar.diagnostics"], check=True
+    )  # evaluation first, then training

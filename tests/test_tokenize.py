@@ -80,10 +80,8 @@ def test_bert_pairs_have_token_types_that_reach_the_model(directories: Directori
     assert not model.prefix(ids, mask, types).base.allclose(model.prefix(ids, mask).base)
 
 
-@pytest.mark.parametrize("kind", ["distilbert", "deberta-v2", "llama"])
-def test_token_types_that_a_backbone_does_not_embed_are_left_out(
-    directories: Directories, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", ["distilbert", "deberta-v2", "roberta", "llama"])
+def test_token_types_that_a_backbone_does_not_embed_are_left_out(directories: Directories, kind: str) -> None:
     """Tokenizers name them, the model has one type or none: nothing fails, nothing changes."""
     model = make_model(directories[kind]).eval()
     found = tokenize_split(model.tokenizer, split_of(["the cat"]), 24)
@@ -212,9 +210,9 @@ def test_pad_puts_padding_on_the_right() -> None:
 def test_padding_is_on_the_right_whatever_the_tokenizer_prefers(
     directories: Directories, kind: str, tmp_path: Path
 ) -> None:
-    saved = AutoTokenizer.from_pretrained(directories[kind])
-    saved.padding_side = "left"
-    saved.save_pretrained(str(tmp_path))
+    saved = AutoTokenizer.from_pretrained(directories[kind], padding_side="left")
+    saved.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).padding_side == "left"
     tokenizer = load_tokenizer(BackboneConfig(name=directories[kind]), str(tmp_path))
     assert tokenizer.padding_side == "right"
     assert tokenizer.pad_token_id is not None

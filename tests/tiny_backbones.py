@@ -23,7 +23,8 @@ KINDS = (*ENCODERS, *DECODERS)
 SITES = ("lora_ffn", "full_ffn", "lora_head")
 WIDTH, MAX_LENGTH = 8, 24
 
-WORDS = "the a cat dog sat ran on over mat red blue big small and not yes no old new it is was".split()
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "red", "blue", "big", "small", "and", "not"]
+WORDS += ["yes", "no", "old", "new", "it", "is", "was"]
 SENTENCES = [
     "the cat sat on the mat",
     "a big dog ran",
@@ -111,7 +112,7 @@ def byte_vocabulary(special: Sequence[str]) -> tuple[dict[str, int], list[tuple[
 def make_tokenizer(kind: str) -> Any:
     """WordPiece for BERT and ELECTRA, byte-level BPE for RoBERTa and Qwen3, word level for the others.
 
-    Llama and Mistral start with a token of their own and, like Qwen3 here, have neither padding nor a pair form.
+    Llama and Mistral start with a token of their own; like Qwen3 here they have no padding and no pair form.
     """
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     if kind in ("bert", "electra"):

@@ -1,4 +1,4 @@
-"""One multi-task model in two halves: ``prefix`` up to the expert site, ``suffix`` from there to the logits."""
+"""One multi-task model in two halves: ``prefix`` up to the expert site, ``suffix`` from it to the logits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class MultiTaskModel(nn.Module):
         super().__init__()
         if config.trainable and config.dtype == "bfloat16":
             raise UserError(
-                "backbone.dtype is bfloat16 for a trainable backbone; expected float32 weights with precision: bfloat16"
+                "backbone.dtype is bfloat16 for a trainable backbone; expected float32 weights, "
+                "with precision: bfloat16 for speed"
             )
         self.tasks = {task.name: task for task in tasks}
         if not tasks or len(self.tasks) < len(tasks):
@@ -112,8 +113,8 @@ class MultiTaskModel(nn.Module):
         limit = position_limit(backbone)
         if limit is not None and config.max_length > limit:
             raise UserError(
-                f"backbone.max_length is {config.max_length}, but {config.name} has positions for {limit} tokens; "
-                f"expected at most {limit}"
+                f"backbone.max_length is {config.max_length}, but {config.name} has positions for {limit} "
+                f"tokens; expected at most {limit}"
             )
         self._tail: nn.Module | None = None
         self.tail: nn.Module | None = None
@@ -125,6 +126,11 @@ class MultiTaskModel(nn.Module):
             tail = site_tail(backbone, entry, experts.site)
             dense = dense_ffn(backbone, entry)
             if experts.site == "full_ffn":
+                if config.trainable and dense.inner_dropout:
+                    raise UserError(
+                        f"backbone {config.name} has dropout {dense.inner_dropout} inside its FFN, which "
+                        "full_ffn experts do not have; expected 0 in its config.json"
+                    )
                 self.bank = RoutedFFN.from_dense(
                     dense.first, dense.second, dense.activation, experts.count, experts.top_k
                 )
@@ -183,7 +189,7 @@ class MultiTaskModel(nn.Module):
         precision: str = "float32",
         seed: int = 0,
     ) -> Self:
-        """Load a saved model (a directory written by :meth:`save_pretrained`), or put new experts on a backbone.
+        """Load a saved model (a directory of :meth:`save_pretrained`), or put new experts on a backbone.
 
         For a backbone (hub id, directory, ``"minilm"`` or a :class:`~gar.config.BackboneConfig`) give
         ``tasks``: loaded :class:`~gar.data.Task` objects, :class:`TaskInfo`, or a mapping of task name to
@@ -407,7 +413,10 @@ class MultiTaskModel(nn.Module):
     def predict_probabilities(
         self, task: str, texts: Sequence[str], pairs: Sequence[str] | None = None, batch_tokens: int = 8192
     ) -> Tensor:
-        """Probabilities [N, C] of a task's labels, in eval mode; the model's mode is left as it was."""
+        """Probabilities [N, C] of a task's labels, in eval mode; the model's mode is left as it was.
+
+        Rows sum to 1: a shared head that is wider than the task answers among the task's labels.
+        """
         info = self.task(task)
         if (len(info.text) == 2) != (pairs is not None):
             raise UserError(
@@ -421,7 +430,7 @@ class MultiTaskModel(nn.Module):
             for indices in length_bucketed(tokens.lengths, batch_tokens):
                 state = self.prefix(*self.tokens([(tokens, indices)])).to(self.device, self.dtype)
                 (logits,), _ = self.suffix(state, [(task, len(indices))])
-                probabilities = logits.float().softmax(-1)[:, : len(info.labels)].cpu()
+                probabilities = logits[:, : len(info.labels)].float().softmax(-1).cpu()
                 result[torch.from_numpy(indices)] = probabilities
         return result
 

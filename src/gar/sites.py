@@ -41,6 +41,8 @@ class Architecture:
     final_norm: str | None = None
     #: Dropout between the FFN and its residual sum.
     dropout: str | None = None
+    #: Dropout between the two linear layers, which the experts do not have.
+    inner_dropout: str | None = None
 
 
 _BERT = Architecture(
@@ -70,6 +72,7 @@ _MODERNBERT = Architecture(
     second="mlp.Wo",
     pre_norm="mlp_norm",
     final_norm="final_norm",
+    inner_dropout="mlp.drop",
 )
 _LLAMA = Architecture(
     layers="layers",
@@ -96,8 +99,8 @@ def architecture(model: PreTrainedModel) -> Architecture:
     kind = model.config.model_type
     if kind == "albert":
         raise UserError(
-            "backbone is of type albert: its layers share one FFN, so experts in the final layer would sit in "
-            "every layer; expected an encoder with its own final FFN"
+            "backbone is of type albert: its layers share one FFN, so experts in the final layer would sit "
+            "in every layer; expected an encoder with its own final FFN"
         )
     if getattr(model.config, "z_steps", 0) > 1:
         raise UserError(
@@ -190,6 +193,7 @@ class DenseFFN:
     second: nn.Linear
     activation: Callable[[Tensor], Tensor]
     dropout: float
+    inner_dropout: float = 0.0
 
 
 def dense_ffn(model: PreTrainedModel, entry: Architecture) -> DenseFFN:
@@ -199,8 +203,11 @@ def dense_ffn(model: PreTrainedModel, entry: Architecture) -> DenseFFN:
     second = layer.get_submodule(entry.second)
     parent, _, name = entry.activation.rpartition(".")
     activation = getattr(layer.get_submodule(parent), name)
-    dropout = layer.get_submodule(entry.dropout) if entry.dropout else None
-    return DenseFFN(first, second, activation, float(getattr(dropout, "p", 0.0)))  # type: ignore[arg-type]
+    outer, inner = (
+        float(getattr(layer.get_submodule(path), "p", 0.0)) if path else 0.0
+        for path in (entry.dropout, entry.inner_dropout)
+    )
+    return DenseFFN(first, second, activation, outer, inner)  # type: ignore[arg-type]
 
 
 class _PassFirst(nn.Module):

@@ -20,6 +20,8 @@ from gar.errors import UserError, nearest
 UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
+INTERRUPTED = 130
+
 #: verb: (module, attribute, one line of help). Modules are imported when their verb runs, so --help is quick.
 VERBS = {
     "quickstart": (
@@ -52,6 +54,13 @@ class LazyVerbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _command(cmd_name, _listed(VERBS[cmd_name][2])) if cmd_name in VERBS else None
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:  # typer would make an exit of it and drop what it says
+            _print(str(stop) or "interrupted")
+            return INTERRUPTED
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
@@ -90,13 +99,18 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-) -> None:
-    if version:
+def _version(asked: bool) -> None:
+    if asked:
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_version
+    ),
+) -> None: ...
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,12 +132,13 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _say(str(error), 2)
     except UsageError as error:
-        return _say(_usage(error), 2)
+        # Without any argument the help was shown instead of a message.
+        return _say(_usage(error), 2) if error.format_message() else 2
     except ClickException as error:
         return _say(error.format_message(), 2)
-    except (KeyboardInterrupt, typer.Abort) as stop:
-        _print(str(stop) or "interrupted")
-        return 130
+    except (KeyboardInterrupt, typer.Abort):
+        _print("interrupted")
+        return INTERRUPTED
     except Exception as error:
         if type(error).__name__ == "TrainingFailure":  # its type lives behind the import of torch
             return _say(str(error), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -48,7 +48,8 @@ def step(
 @app.command()
 def presets(
     pattern: Annotated[str, typer.Argument(help="Which presets, e.g. 'paper/roberta_head/*'.")] = "paper/*",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed updates after one warm-up.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed updates per preset.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Updates before them.")] = 1,
     device: DeviceOption = None,
 ) -> None:
     """One update of every preset at full model size with random weights: finite, step time, peak memory."""
@@ -65,10 +66,15 @@ def presets(
     print_line(", ".join(f"{key} {value}" for key, value in machine(where).items()) + "\n")
     print_line("| preset | seconds per update | peak GiB | finite |")
     print_line("|---|---|---|---|")
+    kept: dict[object, Any] = {}
     for name in fnmatch.filter(names(), pattern):
         config = find(name).config()
         classes = [len(entry.labels or ()) or 2 for entry in resolve(config.mixture)[1]]
-        timing = one_update(config, classes, where, repeats)
+        # Experts that replace the FFN change the backbone; all others can share one.
+        key = (config.backbone, config.experts.site) if config.experts.site != "full_ffn" else name
+        if key not in kept:
+            kept.clear()
+        timing, kept[key] = one_update(config, classes, where, repeats, warmup, kept.get(key))
         peak = "" if timing.peak_gib is None else f"{timing.peak_gib:.2f}"
         print_line(f"| {name} | {timing.seconds:.3f} | {peak} | {'yes' if timing.finite else 'NO'} |")
         gc.collect()

@@ -89,17 +89,25 @@ def show(console: Console, diagnosis: Mapping[str, Any]) -> None:
     console.print(title, style="bold", markup=False, highlight=False)
     if diagnosis["collapse"]:
         console.print(f"{diagnosis['collapse']}", style="yellow", markup=False, highlight=False)
+    what = "tokens" if unit == "token" else "tasks and labels"
+    _heading(console, f"Load by task and expert, % (uniform: {100 / experts:.1f})")
     for start in range(0, experts, COLUMNS):
         console.print(_loads(diagnosis, range(start, min(experts, start + COLUMNS))))
+    _heading(console, "Routing")
     console.print(_metrics(diagnosis))
-    console.print(_experts(diagnosis))
+    _heading(console, f"Experts, with the {what} they see most (× over chance)")
+    console.print(_experts(diagnosis, what))
+    rare = f"{what} that occur {diagnosis['minimum_count']} times or more"
+    if not any(diagnosis["seen"]):
+        rare = f"none of the {rare} stands out for an expert"
+    console.print(f" {rare}", style="dim", highlight=False)
 
 
 def _loads(diagnosis: Mapping[str, Any], experts: Sequence[int]) -> Table:
     """Task by expert in percent, coloured by its ratio to the uniform share."""
     routing, accuracy = diagnosis["routing"], diagnosis["accuracy"]
     uniform = 1 / diagnosis["experts"]
-    table = _table(f"Load by task and expert, % (uniform: {100 * uniform:.1f})")
+    table = _table()
     table.add_column("task")
     table.add_column("accuracy", justify="right")
     for e in experts:
@@ -114,7 +122,7 @@ def _loads(diagnosis: Mapping[str, Any], experts: Sequence[int]) -> Table:
 
 
 def _metrics(diagnosis: Mapping[str, Any]) -> Table:
-    table = _table("Routing")
+    table = _table()
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("", style="dim")
@@ -125,10 +133,9 @@ def _metrics(diagnosis: Mapping[str, Any]) -> Table:
     return table
 
 
-def _experts(diagnosis: Mapping[str, Any]) -> Table:
+def _experts(diagnosis: Mapping[str, Any], what: str) -> Table:
     """Each expert's load, the task behind most of its gradient, and what it sees most."""
-    what = "tokens" if diagnosis["unit"] == "token" else "tasks and labels"
-    table = _table(f"Experts, with the {what} they see most (× over chance)")
+    table = _table()
     table.add_column("expert", justify="right")
     table.add_column("load, %", justify="right")
     table.add_column("gradient mostly of")
@@ -142,8 +149,6 @@ def _experts(diagnosis: Mapping[str, Any]) -> Table:
         )
         load = f"{100 * diagnosis['routing']['load'][e]:.1f}"
         table.add_row(str(e), load, gradient, listed)
-    rare = f"{what} that occur {diagnosis['minimum_count']} times or more"
-    table.caption = rare if any(diagnosis["seen"]) else f"none of the {rare} stands out for an expert"
     return table
 
 
@@ -154,11 +159,9 @@ def _share(share: float, uniform: float) -> Text:
     return Text(f"{100 * share:.1f}", style=style)
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+def _heading(console: Console, text: str) -> None:
+    console.print(f"\n {text}", style="italic", markup=False, highlight=False)
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from gar.data.rows import Row, Table
 from gar.errors import UserError
 
+CONVERTED = "refs/convert/parquet"
+
 
 def open_split(
     hub: str, config: str | None, split: str, columns: Sequence[str]
@@ -16,12 +18,14 @@ def open_split(
 
     source = f"{hub}{f' ({config})' if config else ''} [{split}]"
     try:
-        dataset = datasets.load_dataset(hub, config, split=split)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # not there, no network, unknown config or split, script
+        try:
+            dataset = datasets.load_dataset(hub, config, split=split)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error):
+                raise
+            # The hub keeps a converted copy of data sets that still hold a loading script.
+            dataset = datasets.load_dataset(hub, config, split=split, revision=CONVERTED)
+    except (OSError, ValueError, RuntimeError) as error:  # not there, no network, unknown config or split
         reason = f"cannot be loaded from the hub ({_reason(error)})"
         raise UserError(f"{source}: {reason}{_advice(error)}") from None
     present = [column for column in dict.fromkeys(columns) if column in dataset.column_names]

@@ -17,7 +17,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class TokenizedSplit:
-    """``ids`` int32 [total], example i at ``offsets[i]:offsets[i+1]``; ``types`` are token type ids or None."""
+    """``ids`` int32 [total], example i at ``offsets[i]:offsets[i+1]``; ``types``: token type ids or None."""
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]

@@ -18,7 +18,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModel, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from gar.backbone import DTYPES
 from gar.config import CacheConfig, Config, build
@@ -109,8 +109,10 @@ class Combination:
     note: str
 
 
-def synthetic_model(config: Config, classes: Sequence[int], device: torch.device) -> MultiTaskModel:
-    """The configured model on a backbone of the published size with random weights."""
+def synthetic_model(
+    config: Config, classes: Sequence[int], device: torch.device, backbone: PreTrainedModel | None = None
+) -> MultiTaskModel:
+    """The configured model on a backbone of the published size with random weights, or on a given one."""
     architecture = ARCHITECTURES[config.backbone.name.lower()]()
     vocabulary = {"[PAD]": 0, "[SEP]": 1} | {f"w{i}": i for i in range(2, 1000)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="[PAD]"))
@@ -118,7 +120,8 @@ def synthetic_model(config: Config, classes: Sequence[int], device: torch.device
     tasks = [TaskInfo(f"task{i}", tuple(map(str, range(n)))) for i, n in enumerate(classes)]
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(config.seed)
-        backbone = AutoModel.from_config(architecture, dtype=DTYPES[config.backbone.dtype])
+        if backbone is None:
+            backbone = AutoModel.from_config(architecture, dtype=DTYPES[config.backbone.dtype])
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler = None
         if config.backbone.gradient_checkpointing and config.backbone.trainable:
@@ -201,17 +204,17 @@ class Stepper:
         return time.perf_counter() - began
 
 
-def measure(steppers: dict[str, Stepper], repeats: int) -> list[Timing]:
+def measure(steppers: dict[str, Stepper], repeats: int, warmup: int = 1) -> list[Timing]:
     """Median seconds of every stepper; they take turns, so that a slow spell hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     peaks: dict[str, float | None] = {}
-    for turn in range(repeats + 1):
+    for turn in range(warmup + repeats):
         for name, stepper in steppers.items():
             device = stepper.model.device
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             taken = stepper.step()
-            if turn:  # the first is the warm-up
+            if turn >= warmup:
                 seconds[name].append(taken)
             if device.type == "cuda":
                 peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -244,13 +247,23 @@ def step_table(
             yield name, kind, measure(steppers, repeats)
 
 
-def one_update(config: Config, classes: Sequence[int], device: torch.device, repeats: int = 1) -> Timing:
-    """Step time and peak memory of a configuration at full size with random weights, uncached."""
-    model = synthetic_model(config, classes, device)
+def one_update(
+    config: Config,
+    classes: Sequence[int],
+    device: torch.device,
+    repeats: int = 1,
+    warmup: int = 1,
+    backbone: PreTrainedModel | None = None,
+) -> tuple[Timing, PreTrainedModel]:
+    """Step time and peak memory of a configuration at full size with random weights, uncached.
+
+    Also returns the backbone; given back, it saves the next configuration its making.
+    """
+    model = synthetic_model(config, classes, device, backbone)
     splits = synthetic_splits(classes, 2 * config.mixture.batch_size, config.backbone.max_length, config.seed)
     source = RawSource(model, splits, CacheConfig())
     stepper = Stepper(config, model, source, config.method, config.observation)
-    return measure({config.preset or config.backbone.name: stepper}, repeats)[0]
+    return measure({config.preset or config.backbone.name: stepper}, repeats, warmup)[0], model.backbone
 
 
 def every_combination(

@@ -91,8 +91,8 @@ def _row_device(step: Pass, size: int, dtype: torch.dtype) -> torch.device:
     if free is not None and needed > free:
         raise UserError(
             f"method: {step.weights.total} group gradients of {size} parameters take "
-            f"{needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of host memory are free; expected a larger mixture.group_size or fewer "
-            "trainable parameters (backbone.trainable=false)"
+            f"{needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of host memory are free; "
+            "expected a larger mixture.group_size or fewer trainable parameters (backbone.trainable=false)"
         )
     return device if device.type == "cpu" else torch.device("cpu")
 

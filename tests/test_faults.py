@@ -1,0 +1,463 @@
+"""Runs that survive: kill -9 at any moment, damaged checkpoints, full disks, divergence, exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tiny_runs
+from gar.cli import main
+from gar.config import Config
+from gar.errors import UserError
+from gar.model import MultiTaskModel
+from gar.training import Hooks, Interrupted, checkpoint, train_from_config
+from gar.training.history import read_lines
+from gar.training.loop import make_optimizer
+from tiny_runs import make_config, same_bits, weights
+
+FORK = multiprocessing.get_context("fork")
+FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    return weights(MultiTaskModel.from_pretrained(directory / "model"))
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert (a / "history.jsonl").read_bytes() == (b / "history.jsonl").read_bytes()
+    results = [{**json.loads((out / "result.json").read_text()), "timing": None} for out in (a, b)]
+    assert results[0] == results[1]
+    assert same_bits(saved(a), saved(b))
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Start ``work`` in a copy of this process; exit code 0 if it returned."""
+
+    def run() -> None:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+
+    child = FORK.Process(target=run)
+    child.start()
+    return child
+
+
+# ---------------------------------------------------------------------- kill -9
+
+
+def test_twenty_kills_do_not_change_a_bit(world: Path, tmp_path: Path) -> None:
+    """Wherever they strike: loading, training, writing a checkpoint, evaluating, saving the model."""
+    config = make_config(
+        world, method__name="gar", optimizer__updates=60, checkpoint__every=3, evaluation__every=20
+    )
+    train_from_config(config, tmp_path / "whole")
+    out, numbers, kills = tmp_path / "run", random.Random(0), 0
+    slowly = Hooks(update=lambda *n: time.sleep(0.004))
+    places: set[int] = set()
+    while not (out / "result.json").is_file():
+        child = in_child(lambda: train_from_config(config, out, resume=True, hooks=slowly))
+        if kills < 20:
+            # With time for about three updates more, so that twenty fit into the run.
+            child.join(numbers.uniform(0.05, 0.45))
+        else:
+            child.join(60)
+        if child.exitcode is None:
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            kills += 1
+        child.join()
+        assert child.exitcode in (0, -signal.SIGKILL)
+        places.add(len(read_lines(out / "history.jsonl")))
+    assert kills >= 15
+    assert len(places) > 5
+    assert_same_run(tmp_path / "whole", out)
+
+
+def test_a_kill_between_any_two_file_operations_of_a_checkpoint(world: Path, tmp_path: Path) -> None:
+    """Stops dead before the n-th file operation of the second checkpoint, for every n there is."""
+    config = make_config(world, optimizer__updates=5, checkpoint__every=2, checkpoint__keep=1)
+    train_from_config(config, tmp_path / "whole")
+
+    def dying(n: int, out: Path) -> None:
+        left = n
+
+        def count(event: str, args: Any) -> None:
+            nonlocal left
+            if event not in {"open", "os.rename", "os.mkdir", "shutil.rmtree", "os.rmdir", "os.remove"}:
+                return
+            if "checkpoints" in str(args[0]) and "00000004" in str(args[0]):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        train_from_config(config, out, resume=True)
+
+    killed = 0
+    for n in range(0, 40, 2):
+        out = tmp_path / str(n)
+        child = in_child(lambda n=n, out=out: dying(n, out))
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        killed += 1
+        train_from_config(config, out, resume=True)
+        assert_same_run(tmp_path / "whole", out)
+    assert 3 <= killed < 20
+
+
+# ---------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.fixture(scope="module")
+def stopped(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, Path]:
+    """A configuration, its whole run, and the same run stopped with the checkpoints of updates 2 and 4."""
+    root = tmp_path_factory.mktemp("stopped")
+    config = make_config(world, method__name="gar", optimizer__updates=6, checkpoint__every=2)
+    train_from_config(config, root / "whole")
+
+    def stop(done: int, total: int, loss: float) -> None:
+        if done == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train_from_config(config, root / "run", hooks=Hooks(update=stop))
+    return config, root / "whole", root / "run"
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how.startswith("flip"):
+        at = {"first": 0, "middle": len(content) // 2, "last": len(content) - 1}[how.split()[1]]
+        content[at] ^= 0x11
+        path.write_bytes(content)
+    elif how == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["flip first", "flip middle", "flip last", "truncate", "empty", "remove"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(
+    stopped: tuple[Config, Path, Path], tmp_path: Path, name: str, how: str
+) -> None:
+    config, whole, run = stopped
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    damage(out / "checkpoints" / "00000004" / name, how)
+    said: list[str] = []
+    train_from_config(config, out, resume=True, hooks=Hooks(message=said.append))
+    (line,) = said
+    assert line.startswith(f"checkpoint {out / 'checkpoints' / '00000004'} is damaged (")
+    assert line.endswith("); trying the one before it")
+    assert name in line
+    assert_same_run(whole, out)
+
+
+def test_any_flipped_byte_of_the_state_is_seen_or_harmless(
+    stopped: tuple[Config, Path, Path], tmp_path: Path
+) -> None:
+    config, _, run = stopped
+    shutil.copytree(run / "checkpoints" / "00000004", tmp_path / "00000004")
+    model, _ = tiny_runs.load(config)
+    optimizer, _ = make_optimizer(model, config.optimizer, 6)
+    intact = checkpoint.load(tmp_path, model, optimizer, lambda line: None)
+    assert intact is not None
+    path = tmp_path / "00000004" / checkpoint.STATE
+    content = path.read_bytes()
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 0x01
+        path.write_bytes(changed)
+        assert checkpoint.load(tmp_path, model, optimizer, lambda line: None) in (None, intact)
+
+
+def test_when_all_are_damaged_the_run_starts_over_and_says_so(
+    stopped: tuple[Config, Path, Path], tmp_path: Path
+) -> None:
+    config, whole, run = stopped
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    for path in (out / "checkpoints").iterdir():
+        damage(path / checkpoint.MODEL, "truncate")
+    said: list[str] = []
+    train_from_config(config, out, resume=True, hooks=Hooks(message=said.append))
+    assert [line.split("is damaged")[0][-10:-1] for line in said[:2]] == ["/00000004", "/00000002"]
+    assert said[2].endswith("training starts from the beginning")
+    assert_same_run(whole, out)
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(
+    stopped: tuple[Config, Path, Path], tmp_path: Path
+) -> None:
+    """After the damaged one of update 4 was passed over, update 3's is the newest and 2's its reserve."""
+    config, whole, run = stopped
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    damage(out / "checkpoints" / "00000004" / checkpoint.OPTIMIZER, "empty")
+
+    def stop(done: int, total: int, loss: float) -> None:
+        if done == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train_from_config(config, out, resume=True, hooks=Hooks(update=stop))
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["00000002", "00000003"]
+    train_from_config(config, out, resume=True)
+    assert_same_run(whole, out)
+
+
+def test_a_checkpoint_holds_nothing_to_unpickle(stopped: tuple[Config, Path, Path]) -> None:
+    _, _, run = stopped
+    found = {path.name for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    assert found == set(FILES)
+
+
+# ---------------------------------------------------------------------- full disks
+
+
+def expect_full(config: Config, out: Path, hooks: Hooks, reason: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"the checkpoint could not be written \(.*{reason}.*earlier ones are kept"
+    ):
+        train_from_config(config, out, hooks=hooks)
+
+
+def test_a_limit_on_file_sizes_stops_with_a_clear_error_and_keeps_the_earlier_checkpoint(
+    world: Path, tmp_path: Path
+) -> None:
+    config = make_config(world, optimizer__updates=6, checkpoint__every=2, method__name="gar")
+    out = tmp_path / "run"
+
+    def limit(done: int, total: int, loss: float) -> None:
+        if done == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+
+    child = in_child(lambda: expect_full(config, out, Hooks(update=limit), "File too large"))
+    child.join()
+    assert child.exitcode == 0
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["00000002"]
+    failure = json.loads((out / "failure.json").read_text())
+    assert (failure["error"], failure["update"]) == ("UserError", 4)
+    assert failure["checkpoint"] == "checkpoints/00000002"
+    train_from_config(config, out, resume=True)
+    train_from_config(config, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", out)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def fill_disk(path: Path, spare: int) -> None:
+    """Take all of a file system but ``spare`` bytes."""
+    free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
+    with path.open("wb") as file:
+        file.write(b"0" * max(0, free - spare))
+
+
+@pytest.mark.parametrize("spare", [0, 4096, 24576])
+def test_a_full_disk_stops_with_a_clear_error_and_loses_nothing(
+    world: Path, tmp_path: Path, small_disk: Path, spare: int
+) -> None:
+    config = make_config(world, optimizer__updates=6, checkpoint__every=2, method__name="gar")
+    out = small_disk / "run"
+
+    def fill(done: int, total: int, loss: float) -> None:
+        if done == 3:
+            fill_disk(small_disk / "filler", spare)
+
+    with pytest.raises(UserError, match=r"No space left on device") as error:
+        train_from_config(config, out, hooks=Hooks(update=fill))
+    assert "kept" in str(error.value)
+    assert not list((out / "checkpoints").glob(".*"))
+    (small_disk / "filler").unlink()
+    said: list[str] = []
+    train_from_config(config, out, resume=True, hooks=Hooks(message=said.append))
+    assert said == [], "the checkpoint of update 2 was whole"
+    train_from_config(config, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", out)
+
+
+def test_a_disk_that_fills_up_at_the_very_end_keeps_the_last_checkpoint(
+    world: Path, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(world, optimizer__updates=3, checkpoint__every=2)
+    out = small_disk / "run"
+    original = MultiTaskModel.save_pretrained
+
+    def save(self: MultiTaskModel, directory: Path) -> None:
+        fill_disk(small_disk / "filler", 3000)
+        original(self, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MultiTaskModel, "save_pretrained", save)
+        with pytest.raises(UserError, match=r"the model could not be written \(.*checkpoints are kept"):
+            train_from_config(config, out)
+    assert not (out / "result.json").exists()
+    (small_disk / "filler").unlink()
+    hooks = Hooks(update=lambda *n: pytest.fail("an update ran again"))
+    train_from_config(config, out, resume=True, hooks=hooks)
+
+
+def test_a_history_that_cannot_be_written_is_one_clear_error(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(self: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    monkeypatch.setattr("gar.training.history.History.flush", no_space)
+    with pytest.raises(UserError, match=r"history\.jsonl: No space left on device; complete files are kept"):
+        train_from_config(make_config(world), tmp_path / "run")
+
+
+# ---------------------------------------------------------------------- the process
+
+
+class Gar:
+    """``gar`` as a process: a copy of this one, which has imported everything already."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.streams = [tempfile.mkstemp() for _ in range(2)]
+
+        def run() -> None:
+            for descriptor, (stream, _) in enumerate(self.streams, start=1):
+                os.dup2(stream, descriptor)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            main(list(arguments))
+
+        self.process = FORK.Process(target=run)
+        self.process.start()
+
+    def wait(self) -> tuple[int | None, str, str]:
+        """Exit code, output and errors."""
+        self.process.join(120)
+        texts = []
+        for stream, name in self.streams:
+            os.close(stream)
+            texts.append(Path(name).read_text(encoding="utf-8"))
+            os.unlink(name)
+        return self.process.exitcode, texts[0], texts[1]
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+@pytest.fixture(scope="module")
+def file(world: Path) -> Path:
+    path = world / "run.yaml"
+    path.write_text(yaml.safe_dump(tiny_runs.tree(world, checkpoint__every=1)), encoding="utf-8")
+    return path
+
+
+def wait_for(path: Path, run: Gar) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert run.process.is_alive(), run.wait()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_console_command(file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from gar.cli import main; main()", "train", str(file)]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "macro accuracy" in done.stdout
+    assert (tmp_path / "run" / "result.json").is_file()
+
+
+def test_a_diverged_run_exits_with_1_in_one_line(file: Path, tmp_path: Path) -> None:
+    run = Gar("train", str(file), "optimizer.learning_rate=1e30", "--out", str(tmp_path / "run"))
+    code, _, errors = run.wait()
+    assert code == 1
+    assert errors.startswith("error: update 2: the loss of task mood, group 0 is")
+    assert errors.count("\n") == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000001"]
+
+
+def test_a_second_process_is_refused_and_an_interrupted_one_exits_with_130(
+    file: Path, tmp_path: Path
+) -> None:
+    arguments = ("train", str(file), "optimizer.updates=100000", "--out", str(tmp_path / "run"))
+    long = Gar(*arguments)
+    wait_for(tmp_path / "run" / "checkpoints" / "00000001", long)
+    for more in ((), ("--resume",)):
+        code, _, errors = Gar(*arguments, *more).wait()
+        assert code == 2
+        assert errors == f"error: {tmp_path / 'run'}: another process is running in this directory\n"
+    long.send(signal.SIGINT)
+    code, _, errors = long.wait()
+    assert code == 130
+    last = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1]
+    assert errors == f"stopped after update {int(last)} of 100000\n"
+    assert not (tmp_path / "run" / "failure.json").exists()
+
+
+def test_sigterm_is_an_interruption_too(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = Gar("train", str(file), "optimizer.updates=100000", "checkpoint.every=0", "--out", str(out))
+    wait_for(out / "history.jsonl", run)
+    time.sleep(0.3)
+    run.send(signal.SIGTERM)
+    code, _, errors = run.wait()
+    assert code == 130
+    assert errors.startswith("stopped after update ")
+    assert len(list((out / "checkpoints").iterdir())) == 1
+
+
+def test_a_second_signal_does_not_wait(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update hangs; the first signal waits for its end, the second does not."""
+    monkeypatch.setattr("gar.training.loop.run_update", lambda *args: time.sleep(60))
+    run = Gar("train", str(file), "--out", str(tmp_path / "run"))
+    wait_for(tmp_path / "run" / "history.jsonl", run)
+    time.sleep(0.2)
+    run.send(signal.SIGINT)
+    time.sleep(0.2)
+    assert run.process.is_alive()
+    run.send(signal.SIGINT)
+    code, _, errors = run.wait()
+    assert (code, errors) == (130, "interrupted\n")

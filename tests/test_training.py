@@ -1,0 +1,480 @@
+"""One update and the loop: against a slow float64 twin, across methods, memory limits and observations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracles
+import tiny_runs
+from gar.config import Config
+from gar.data import Mixture
+from gar.data.batches import Group, Updates
+from gar.data.tokenize import TokenizedSplit
+from gar.errors import UserError
+from gar.methods import Baseline, from_config
+from gar.model import MultiTaskModel
+from gar.training import TrainingFailure, fit, step, train
+from gar.training.history import History, read_lines
+from gar.training.loop import warmup_factor
+from gar.training.sources import make_sources, tokenized
+from gar.training.step import UpdateOptions, broken_group, dropout_mask, run_update
+from tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
+
+NAMES = ["mood", "nli"]
+Gradients = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
+
+
+def float64(world: Path, **changes: Any) -> Config:
+    changes = {"backbone__dtype": "float64", "cache__enabled": False, **changes}
+    return make_config(world, **changes)
+
+
+def schedule_of(mixture: Mixture, seed: int = 0) -> Updates:
+    sizes = [len(task.train) for task in mixture.tasks]
+    return Updates(NAMES, sizes, mixture.batch_size, mixture.group_size, seed)
+
+
+def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
+    """Group losses and all gradients of one update."""
+    model, mixture = tiny_runs.load(config, randomized)
+    source, _ = make_sources(model, mixture, config.cache)
+    options = UpdateOptions(NAMES, config.observation, config.max_tokens_per_pass, config.seed)
+    groups = schedule_of(mixture, config.seed).groups(number)
+    model.train()
+    losses = run_update(model, source, groups, config.method, number, options)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return losses, grads
+
+
+def trained(config: Config, **options: Any) -> tuple[MultiTaskModel, dict[str, Any]]:
+    model, mixture = tiny_runs.load(config)
+    return model, fit(model, mixture, config, **options)
+
+
+# ---------------------------------------------------------------------- the twin
+
+
+class Twin:
+    """The training of a frozen backbone with LoRA experts in the final FFN, written from the specification.
+
+    The frozen prefix is taken from the model, one unpadded example at a time; batches come from
+    ``Updates`` and dropout masks from ``dropout_mask``, both of which have tests of their own.
+    """
+
+    def __init__(self, model: MultiTaskModel, mixture: Mixture, config: Config) -> None:
+        self.config, self.model, self.mixture = config, model, mixture
+        self.parameters = {
+            name: p.detach().clone().requires_grad_()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.tokens = tokenized(model, [task.train for task in mixture.tasks])
+        self.schedule = schedule_of(mixture, config.seed)
+        self.states = [self._states(split) for split in self.tokens]
+
+    def _states(self, split: TokenizedSplit) -> list[tuple[Tensor, Tensor]]:
+        """Site input [L, d] and pooled base [d] of every example."""
+        states = [self.model.prefix(*self.model.tokens([(split, np.array([i]))])) for i in range(len(split))]
+        return [(state.x[0], state.base[0]) for state in states if state.x is not None]
+
+    def update(self, number: int, total: int, warmup: str) -> None:
+        groups = self.schedule.groups(number)
+        listed = [(group.task, len(group)) for group in groups]
+        keep = [self._keep(group, number) for group in groups]
+        losses, probabilities = self._forward(groups, keep)
+        loss = oracles.task_loss(losses, oracles.task_weights(listed))
+        grads = self._gradients(loss)
+        if self.config.method.name == "gar":
+            shapes = {"A": self._slots()["A"].shape[1:], "B": self._slots()["B"].shape[1:]}
+            observed = oracles.template_gradients(lambda c: self._forward(groups, keep, c)[0], shapes)
+            aligned = self.config.method.coefficient * oracles.alignment_loss(probabilities, observed)
+            for name, grad in self._gradients(aligned).items():
+                if "router" in name:
+                    grads[name] = grads[name] + grad
+        clipped = oracles.clip_global(list(grads.values()), self.config.optimizer.clip, slack=1e-6)
+        rate = self.config.optimizer.learning_rate * oracles.warmup_factor(number, total, warmup)
+        for name, grad in zip(grads, clipped, strict=True):
+            changed, self.first[name], self.second[name] = oracles.adamw_step(
+                self.parameters[name].detach(),
+                grad,
+                self.first[name],
+                self.second[name],
+                number + 1,
+                rate,
+                self.config.optimizer.weight_decay,
+            )
+            self.parameters[name] = changed.requires_grad_()
+        self.norm = oracles.global_norm(list(grads.values()))
+
+    def _gradients(self, loss: Tensor) -> Gradients:
+        found = torch.autograd.grad(
+            loss, list(self.parameters.values()), retain_graph=True, materialize_grads=True
+        )
+        return dict(zip(self.parameters, found, strict=True))
+
+    def _slots(self) -> dict[str, Tensor]:
+        return {slot: self.parameters[f"bank.experts.{slot}"] for slot in "AB"}
+
+    def _keep(self, group: Group, number: int) -> Tensor:
+        self.model.train()
+        lengths = [split.lengths for split in self.tokens]
+        keep = dropout_mask(self.model, lengths, [group], number, self.config.seed)
+        assert keep is not None
+        return keep.double() / (1 - self.config.experts.dropout)
+
+    def _forward(
+        self, groups: Sequence[Group], keep: list[Tensor], change: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Group losses [M], and group probabilities [M, E] from detached routing inputs."""
+        p, e = self.parameters, self.config.experts
+        slots = {s: t if change is None else t + change[s] for s, t in self._slots().items()}
+        losses: list[Tensor] = []
+        rows: list[Tensor] = []
+        for group, mask in zip(groups, keep, strict=True):
+            name, labels = NAMES[group.task], self.mixture.tasks[group.task].train.labels
+            own: list[Tensor] = []
+            gates_of: list[Tensor] = []
+            for n, example in enumerate(group.examples):
+                x, base = self.states[group.task][example]
+                gates = oracles.masked_softmax(x @ p["bank.router.weight"].T + p["bank.router.bias"], e.top_k)
+                delta = oracles.lora_forward(
+                    x, slots["A"], slots["B"], gates, e.alpha / e.rank, mask[n, : len(x)]
+                )
+                pooled = base + delta.mean(0)
+                logits = p[f"heads.task_{name}.weight"] @ pooled + p[f"heads.task_{name}.bias"]
+                own.append(torch.logsumexp(logits, 0) - logits[int(labels[example])])
+                gates_of.append(gates.mean(0))
+            losses.append(torch.stack(own).mean())
+            rows.append(torch.stack(gates_of).mean(0))
+        return torch.stack(losses), torch.stack(rows)
+
+
+@pytest.mark.parametrize("method", ["baseline", "gar"])
+def test_five_updates_equal_the_slow_twin(world: Path, method: str) -> None:
+    """Weights, clip, warm-up, AdamW, dropout: everything between batches and new parameters."""
+    chosen: dict[str, Any] = {"name": method} | ({"coefficient": 5.0} if method == "gar" else {})
+    config = float64(world, method=chosen, optimizer__warmup=0.5, optimizer__clip=0.5)
+    model, mixture = tiny_runs.load(config)
+    twin = Twin(model, mixture, config)
+    started = weights(model)
+    norms = []
+    for number in range(5):
+        twin.update(number, 5, "0.5")
+        norms.append(twin.norm)
+    history = History(None)
+    lines: list[dict[str, Any]] = []
+    history._add = lines.append  # type: ignore[method-assign]
+    fit(model, mixture, config, history=history)
+    found = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    expected = {name: p.detach() for name, p in twin.parameters.items()}
+    assert largest_difference(found, expected) < 1e-10
+    assert [line["gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-9)
+    assert min(norms) < 0.5 < max(norms), "the clip acts in some updates and not in others"
+    assert largest_difference(found, {name: started[name] for name in found}) > 1e-3
+
+
+def test_gar_changes_the_router_alone_in_one_update(world: Path) -> None:
+    _, plain = one_update(float64(world))
+    _, aligned = one_update(float64(world, method={"name": "gar", "coefficient": 1.0}))
+    changed = {name for name in plain if not torch.equal(plain[name], aligned[name])}
+    assert changed == {"bank.router.weight", "bank.router.bias"}
+
+
+@pytest.mark.parametrize("total", [1, 5, 10, 70, 2000])
+def test_warmup_is_that_of_the_specification(total: int) -> None:
+    found = [warmup_factor(u, total, 0.1) for u in range(min(total, 300))]
+    assert found == pytest.approx(
+        [oracles.warmup_factor(u, total) for u in range(min(total, 300))], abs=1e-15
+    )
+
+
+def test_weights_without_gradient_decay_like_the_others(world: Path) -> None:
+    """An unused B at the start has a zero gradient, not none: its moments must not depend on the method."""
+    model, mixture = tiny_runs.load(make_config(world, optimizer__updates=1))
+    source, _ = make_sources(model, mixture, make_config(world).cache)
+    model.train()
+    run_update(model, source, schedule_of(mixture).groups(0), Baseline(), 0, UpdateOptions(NAMES))
+    assert all(parameter.grad is not None for parameter in model.trainable_parameters())
+
+
+# ---------------------------------------------------------------------- pairing
+
+
+def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[Any], Tensor]:
+    """What two updates drew: examples and expert dropout mask of every group; and the first losses."""
+    drawn: list[Any] = []
+    first: list[Tensor] = []
+    original, original_run = step.dropout_mask, run_update
+
+    def watched(
+        model: MultiTaskModel, lengths: Any, groups: Sequence[Group], number: int, seed: int
+    ) -> Tensor | None:
+        for group in groups:
+            keep = original(model, lengths, [group], number, seed)
+            drawn.append((number, group.number, group.examples.tolist(), None if keep is None else keep))
+        return original(model, lengths, groups, number, seed)
+
+    def noting(*args: Any) -> Tensor:
+        losses = original_run(*args)
+        first.append(losses)
+        return losses
+
+    monkeypatch.setattr(step, "dropout_mask", watched)
+    monkeypatch.setattr("gar.training.loop.run_update", noting)
+    trained(float64(world, optimizer__updates=2, **changes))
+    monkeypatch.undo()
+    return drawn, first[0]
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_every_method_sees_the_same_weights_batches_and_dropout(
+    world: Path, monkeypatch: pytest.MonkeyPatch, trainable: bool
+) -> None:
+    changes: dict[str, Any] = {"backbone__trainable": trainable}
+    start = weights(tiny_runs.load(float64(world, **changes))[0])
+    drawn, losses = keeps_of(world, monkeypatch, **changes)
+    assert {number for number, *_ in drawn} == {0, 1}
+    for name in METHODS:
+        config = float64(world, method__name=name, **changes)
+        assert same_bits(start, weights(tiny_runs.load(config)[0])), name
+        other, found = keeps_of(world, monkeypatch, method__name=name, **changes)
+        assert len(drawn) == len(other)
+        for mine, theirs in zip(drawn, other, strict=True):
+            assert mine[:3] == theirs[:3], name
+            assert torch.equal(mine[3], theirs[3]), name
+        if name in SEPARATE and not trainable:  # the same numbers, in other shapes
+            assert torch.allclose(losses, found, rtol=1e-12, atol=0), name
+        else:
+            assert torch.equal(losses, found), name
+
+
+def test_another_seed_draws_another_start_order_and_dropout(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the pairing test, with the backbone's own dropout as the only thing left to differ."""
+    drawn, losses = keeps_of(world, monkeypatch, backbone__trainable=True)
+    other, found = keeps_of(world, monkeypatch, backbone__trainable=True, seed=1)
+    assert not torch.equal(losses, found)
+    assert [entry[2] for entry in drawn] != [entry[2] for entry in other]
+    monkeypatch.setattr(step, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
+    _, moved = keeps_of(world, monkeypatch, backbone__trainable=True)
+    assert not torch.equal(losses, moved)
+
+
+@pytest.mark.parametrize("mask", ["shared", "per_expert"])
+def test_the_dropout_mask_has_its_rate_and_is_new_in_every_update(world: Path, mask: str) -> None:
+    config = make_config(world, experts__dropout=0.3, experts__dropout_mask=mask)
+    model, mixture = tiny_runs.load(config)
+    lengths = [split.lengths for split in tokenized(model, [task.train for task in mixture.tasks])]
+    groups = schedule_of(mixture).groups(0)
+    model.train()
+    keep = dropout_mask(model, lengths, groups[:1], 0, 0)
+    assert keep is not None
+    assert float(keep.double().mean()) == pytest.approx(0.7, abs=0.05)
+    for other in (
+        dropout_mask(model, lengths, groups[:1], 1, 0),
+        dropout_mask(model, lengths, groups[:1], 0, 1),
+    ):
+        assert other is not None
+        assert not torch.equal(keep, other)
+    model.eval()
+    assert dropout_mask(model, lengths, groups, 0, 0) is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"backbone__trainable": True}, {"experts__site": "lora_head"}])
+def test_coefficient_zero_is_baseline_to_the_last_bit(
+    world: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    runs = []
+    for n, method in enumerate(({"name": "baseline"}, {"name": "gar", "coefficient": 0})):
+        config = make_config(world, method=method, optimizer__updates=7, **changes)
+        model, result = trained(config, history=History(tmp_path / f"{n}.jsonl"))
+        runs.append((weights(model), (tmp_path / f"{n}.jsonl").read_bytes(), result["accuracy"]))
+    assert same_bits(runs[0][0], runs[1][0])
+    assert runs[0][1:] == runs[1][1:]
+    model, _ = trained(make_config(world, method={"name": "gar", "coefficient": 1.0}, **changes))
+    assert not same_bits(runs[0][0], weights(model))
+
+
+# ---------------------------------------------------------------------- passes and observations
+
+
+def assert_same_update(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> None:
+    assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-10)
+    assert largest_difference(found[1], expected[1]) < 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("site", ["lora_ffn", "lora_head"])
+def test_an_update_does_not_depend_on_its_passes(
+    world: Path, monkeypatch: pytest.MonkeyPatch, method: str, site: str
+) -> None:
+    changes: dict[str, Any] = {"method__name": method, "experts__site": site}
+    expected = one_update(float64(world, **changes))
+    assert min(float(grad.abs().max()) for grad in expected[1].values()) > 0
+    for limit in (1, 60, 10**6):
+        assert_same_update(one_update(float64(world, max_tokens_per_pass=limit, **changes)), expected)
+    for cost in (0, 10**9):
+        monkeypatch.setattr(step, "PASS_COST", {"cpu": cost})
+        assert_same_update(one_update(float64(world, **changes)), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trainable_backbone_does_not_depend_on_passes_either(world: Path, method: str) -> None:
+    changes: dict[str, Any] = {"method__name": method, "backbone__trainable": True}
+    expected = one_update(float64(world, **changes))
+    assert any(name.startswith("backbone.embeddings") for name in expected[1])
+    assert_same_update(one_update(float64(world, max_tokens_per_pass=1, **changes)), expected)
+    checkpointed = float64(world, backbone__gradient_checkpointing=True, **changes)
+    assert_same_update(one_update(checkpointed), expected)
+
+
+def test_full_ffn_does_not_depend_on_passes(world: Path) -> None:
+    changes: dict[str, Any] = {"experts__site": "full_ffn", "method__name": "gar"}
+    expected = one_update(float64(world, **changes))
+    assert_same_update(one_update(float64(world, max_tokens_per_pass=1, **changes)), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"backbone__trainable": True}, {"experts__site": "full_ffn"}])
+def test_training_on_either_observation_path_is_the_same(world: Path, changes: dict[str, Any]) -> None:
+    method = {"name": "gar", "coefficient": 1.0}
+    one_pass, _ = trained(float64(world, method=method, **changes))
+    per_group, _ = trained(float64(world, method=method, observation="per_group", **changes))
+    assert largest_difference(weights(one_pass), weights(per_group)) < 1e-9
+
+
+def test_evaluating_in_between_changes_nothing(world: Path, tmp_path: Path) -> None:
+    quiet, _ = trained(make_config(world, method__name="gar"))
+    path = tmp_path / "history.jsonl"
+    measured, result = trained(
+        make_config(world, method__name="gar", evaluation__every=2), history=History(path)
+    )
+    assert same_bits(weights(quiet), weights(measured))
+    assert [line["update"] for line in read_lines(path) if "evaluation" in line] == [2, 4]
+    assert set(read_lines(path)[2]["evaluation"]) == {"accuracy", "routing"}
+    assert result["updates"] == 5
+
+
+# ---------------------------------------------------------------------- budgets and failures
+
+
+def test_epochs_count_the_largest_task(world: Path) -> None:
+    _, result = trained(make_config(world, optimizer__epochs=2))
+    assert result["updates"] == 2 * 3  # 21 examples in batches of 8
+    _, result = trained(make_config(world, optimizer__epochs=0.4))
+    assert result["updates"] == 1
+
+
+def test_features_and_updates_are_counted_once_through(world: Path, tmp_path: Path) -> None:
+    from gar.training import Hooks
+
+    features: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, float]] = []
+    hooks = Hooks(features=lambda *n: features.append(n), update=lambda *n: seen.append(n))
+    trained(make_config(world, cache__directory=str(tmp_path)), hooks=hooks)
+    assert {total for _, total in features} == {21 + 11 + 12 + 9}
+    counts = [done for done, _ in features]
+    assert counts == sorted(counts)
+    assert counts[-1] == 53
+    assert [line[:2] for line in seen] == [(n, 5) for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("method", ["baseline", "gar", "cagrad"])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_non_finite_loss_names_update_task_and_group(world: Path, method: str, trainable: bool) -> None:
+    config = make_config(
+        world, optimizer__learning_rate=1e30, method__name=method, backbone__trainable=trainable
+    )
+    with pytest.raises(
+        TrainingFailure, match=r"^update 2: the loss of task mood, group 0 is (nan|inf)"
+    ) as failure:
+        trained(config)
+    assert failure.value.update == 2
+
+
+def test_weights_that_are_no_longer_finite_are_not_measured(world: Path) -> None:
+    config = make_config(world, optimizer__learning_rate=float("inf"), optimizer__updates=1)
+    with pytest.raises(TrainingFailure, match=r"^update 1: .* is no longer finite"):
+        trained(config)
+
+
+def test_a_non_finite_gradient_names_update_task_and_group(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finite loss whose derivative is not: one example's loss has an infinite slope at its value."""
+
+    class Cliff(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, loss: Tensor) -> Tensor:
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * torch.inf
+
+    original = step.group_losses
+    broken = 4  # the second group of nli
+
+    def watched(model: Any, source: Any, groups: Any, total: int, number: int, options: Any) -> Any:
+        losses, of_groups = original(model, source, groups, total, number, options)
+        rows = list(losses.unbind())
+        for n, group in enumerate(groups):
+            if number == 2 and group.number == broken:
+                rows[n] = Cliff.apply(rows[n])
+        return torch.stack(rows), of_groups
+
+    monkeypatch.setattr(step, "group_losses", watched)
+    with pytest.raises(TrainingFailure, match=r"^update 3: the gradient of task nli, group 4 is not finite"):
+        trained(make_config(world))
+
+
+def test_a_group_is_blamed_only_for_its_own_gradient(world: Path) -> None:
+    config = make_config(world)
+    model, mixture = tiny_runs.load(config)
+    source, _ = make_sources(model, mixture, config.cache)
+    groups = schedule_of(mixture).groups(0)
+    assert broken_group(model, source, groups, 0, UpdateOptions(NAMES)) is None
+    with torch.no_grad():
+        model.heads["task_nli"].weight.fill_(torch.nan)
+    found = broken_group(model, source, groups, 0, UpdateOptions(NAMES))
+    assert found is not None
+    assert NAMES[found.task] == "nli"
+
+
+# ---------------------------------------------------------------------- from Python
+
+
+def test_train_takes_options_of_the_optimizer_and_the_run(world: Path) -> None:
+    config = make_config(world)
+    model, mixture = tiny_runs.load(config)
+    cache = {"directory": config.cache.directory}
+    result = train(model, mixture, from_config("gar"), updates=3, seed=4, cache=cache, device="cpu")
+    assert (result["method"], result["updates"], result["seed"], result["mixture"]) == ("gar", 3, 4, "tiny")
+    assert result["examples"] == {"mood": [21, 12], "nli": [11, 9]}
+    with pytest.raises(UserError, match="unknown option 'updats'; did you mean 'updates'"):
+        train(model, mixture, updats=3)
+    with pytest.raises(TypeError, match="either config= or method"):
+        train(model, mixture, config=config, updates=3)
+
+
+def test_train_gives_what_the_configuration_gives(world: Path) -> None:
+    config = make_config(world, method__name="gar")
+    by_config, _ = trained(config)
+    model, mixture = tiny_runs.load(config)
+    cache = {"directory": config.cache.directory}
+    train(model, mixture, from_config("gar"), updates=5, learning_rate=1e-2, cache=cache, device="cpu")
+    assert same_bits(weights(by_config), weights(model))
