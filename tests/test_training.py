@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from gar.data import Mixture
 from gar.data.batches import Group, Updates
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
-from gar.methods import Baseline, from_config
+from gar.methods import Method, from_config
+from gar.methods.update import Pass
 from gar.model import MultiTaskModel
 from gar.training import TrainingFailure, fit, step, train
 from gar.training.history import History, read_lines
@@ -202,13 +203,29 @@ def test_warmup_is_that_of_the_specification(total: int) -> None:
     )
 
 
-def test_weights_without_gradient_decay_like_the_others(world: Path) -> None:
-    """An unused B at the start has a zero gradient, not none: its moments must not depend on the method."""
-    model, mixture = tiny_runs.load(make_config(world, optimizer__updates=1))
-    source, _ = make_sources(model, mixture, make_config(world).cache)
+class HeadsOnly(Method):
+    """A toy method whose backward reaches the heads alone."""
+
+    name: ClassVar[str] = "heads_only"
+
+    def backward(self, step: Pass) -> None:
+        heads = [p for p in step.parameters if p.shape[0] in (2, 3) and p.dim() <= 2 and p.shape[-1] != 2]
+        grads = torch.autograd.grad(step.task_loss, heads, allow_unused=True)
+        for parameter, grad in zip(heads, grads, strict=True):
+            parameter.grad = grad
+
+
+def test_every_weight_decays_whatever_the_method_reaches(world: Path) -> None:
+    """AdamW passes over parameters without gradient; its moments must not depend on the method."""
+    config = make_config(world, optimizer__updates=1)
+    model, mixture = tiny_runs.load(config, randomized=True)
+    source, _ = make_sources(model, mixture, config.cache)
     model.train()
-    run_update(model, source, schedule_of(mixture).groups(0), Baseline(), 0, UpdateOptions(NAMES))
-    assert all(parameter.grad is not None for parameter in model.trainable_parameters())
+    run_update(model, source, schedule_of(mixture).groups(0), HeadsOnly(), 0, UpdateOptions(NAMES))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in grads.values())
+    assert not grads["bank.experts.A"].any()
+    assert grads["heads.task_mood.weight"].any()
 
 
 # ---------------------------------------------------------------------- pairing

@@ -1,7 +1,7 @@
 """Gradient-aligned routing for mixture-of-experts fine-tuning.
 
-``gar.alignment_loss`` and its kin work on plain tensors; ``gar.nn`` and ``gar.observe`` inside one's own torch
-model; ``gar.MultiTaskModel`` and ``gar.train`` do the whole job.
+``gar.alignment_loss`` and its kin work on plain tensors; ``gar.nn`` and ``gar.observe`` inside one's own
+torch model; ``gar.MultiTaskModel`` and ``gar.train`` do the whole job.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _EXPORTS = {
     "Task": "gar.data",
     "Config": "gar.config",
     "train": "gar.training",
+    "diagnose": "gar.diagnostics",
     "evaluate": "gar.evaluation",
     "results": "gar.experiments.results",
 }
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gar import data, methods, metrics, nn
     from gar.config import Config
     from gar.data import Mixture, Task
+    from gar.diagnostics import diagnose
     from gar.evaluation import evaluate
     from gar.experiments.results import load as results
     from gar.model import MultiTaskModel
@@ -69,6 +71,7 @@ __all__ = [
     "alignment_loss",
     "association",
     "data",
+    "diagnose",
     "evaluate",
     "marginal_scores",
     "masked_softmax",

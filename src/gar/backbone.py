@@ -78,6 +78,11 @@ def load_backbone(config: BackboneConfig, directory: str | Path | None = None) -
             raise UserError(
                 f"backbone.name {config.name}: its weights lack {key!r}, which its config.json asks for"
             )
+    return prepare(model, config)
+
+
+def prepare(model: PreTrainedModel, config: BackboneConfig) -> PreTrainedModel:
+    """A freshly made base model as the rest of the package expects it; refuses what cannot be handled."""
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # unused: the heads pool the hidden states themselves
     if getattr(model.config, "chunk_size_feed_forward", 0):
@@ -85,8 +90,7 @@ def load_backbone(config: BackboneConfig, directory: str | Path | None = None) -
     if config.gradient_checkpointing and config.trainable:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
-    checked: PreTrainedModel = model
-    return checked
+    return model
 
 
 def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> Any:

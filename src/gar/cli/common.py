@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from gar.diagnostics import collapse_notes
 from gar.errors import UserError
 from gar.training import Hooks
 
@@ -106,6 +108,7 @@ def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], 
     )
     for key, (name, form) in ROUTING_COLUMNS.items():
         table.add_row(name, "", *(form.format(result["routing"][key]) for result in results))
+    table.caption = escape("\n".join(collapse_notes(results))) or None
     return table
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from gar.backbone import DTYPES
+from gar.backbone import DTYPES, prepare
 from gar.config import CacheConfig, Config, build
 from gar.data.batches import Updates
 from gar.data.cache import Features
@@ -121,12 +121,8 @@ def synthetic_model(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(config.seed)
         if backbone is None:
-            backbone = AutoModel.from_config(architecture, dtype=DTYPES[config.backbone.dtype])
-        if getattr(backbone, "pooler", None) is not None:
-            backbone.pooler = None
-        if config.backbone.gradient_checkpointing and config.backbone.trainable:
-            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        backbone.config.use_cache = False
+            fresh = AutoModel.from_config(architecture, dtype=DTYPES[config.backbone.dtype])
+            backbone = prepare(fresh, config.backbone)
         model = MultiTaskModel(backbone, tokenizer, tasks, config.experts, config.backbone, config.precision)
     return model.to(device)
 

@@ -29,6 +29,7 @@ class LoRAExperts(Experts):
         self.count, self.rank, self.scale = experts, rank, scale
         self.A = nn.Parameter(torch.empty(experts, rank, in_features))
         self.B = nn.Parameter(torch.empty(experts, out_features, rank))
+        self.low = self.hidden_module = nn.Identity()  # a place to read the rank-r values and their gradient
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -39,29 +40,34 @@ class LoRAExperts(Experts):
 
     def forward(self, x: Tensor, gates: Tensor, active: Tensor) -> Tensor:
         """[..., d_out] from ``x`` [..., d_in], or [..., E, d_in] when every expert has its own input."""
-        low = _down(x.to(self.A.dtype), self.A, own_input=x.dim() > gates.dim())
+        low: Tensor = self.low(_down(x.to(self.A.dtype), self.A, own_input=x.dim() > gates.dim()))
         low = low * (self.scale * gates).to(low.dtype).unsqueeze(-1)
         return functional.linear(low.flatten(-2), _stacked_up(self.B))
 
     def factors(self, call: Call) -> dict[str, Factors]:
         # B slot: delta (s sum_e pi_e A_e x)^T; A slot: (s sum_e pi_e B_e^T delta) x^T.
-        x, delta, weight = accurate(call.x), accurate(call.delta), self.scale * accurate(call.gates)
-        own_input = x.dim() > weight.dim()
-        up = _down(x, accurate(self.A.detach()), own_input)  # [B, L, E, r]
-        down = (delta @ _stacked_up(accurate(self.B.detach()))).unflatten(-1, (self.count, self.rank))
-        mixed = torch.einsum("ble,bler->blr", weight, up)
-        if own_input:
+        x, (up, down) = accurate(call.x), self._low(call)
+        second = Factors(accurate(call.delta), up.sum(-2))
+        if x.dim() > call.gates.dim():
             # Experts saw different inputs: their terms cannot be summed before the product with x.
-            left = (weight.unsqueeze(-1) * down).flatten(1, 2)
-            return {"A": Factors(left, x.flatten(1, 2)), "B": Factors(delta, mixed)}
-        return {"A": Factors(torch.einsum("ble,bler->blr", weight, down), x), "B": Factors(delta, mixed)}
+            return {"A": Factors(down.flatten(1, 2), x.flatten(1, 2)), "B": second}
+        return {"A": Factors(down.sum(-2), x), "B": second}
 
     def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
-        x, delta = accurate(call.x), accurate(call.delta)
+        x, (up, down) = accurate(call.x), self._low(call)
         x = x[..., expert, :] if x.dim() > call.gates.dim() else x
-        weight = self.scale * accurate(call.gates)[..., expert, None]
-        a, b = accurate(self.A[expert].detach()), accurate(self.B[expert].detach())
-        return {"A": Factors(weight * (delta @ b), x), "B": Factors(delta, weight * (x @ a.T))}
+        return {
+            "A": Factors(down[..., expert, :], x),
+            "B": Factors(accurate(call.delta), up[..., expert, :]),
+        }
+
+    def _low(self, call: Call) -> tuple[Tensor, Tensor]:
+        """``s pi_e A_e x`` and ``s pi_e B_e^T delta``, both [B, L, E, r], from what the passes computed."""
+        assert call.hidden is not None
+        assert call.hidden_grad is not None
+        shape = (*call.gates.shape, self.rank)
+        weight = (self.scale * accurate(call.gates)).unsqueeze(-1)
+        return weight * accurate(call.hidden).reshape(shape), accurate(call.hidden_grad).reshape(shape)
 
     def bias_proxies(self, delta: Tensor) -> Tensor:
         low: Tensor = (accurate(delta) @ _stacked_up(accurate(self.B.detach()))).unflatten(
