@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def in_child(work: Callable[[], Any]) -> Any:
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 
@@ -74,7 +77,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 def test_twenty_kills_do_not_change_a_bit(world: Path, tmp_path: Path) -> None:
     """Wherever they strike: loading, training, writing a checkpoint, evaluating, saving the model."""
     config = make_config(
-        world, method__name="gar", optimizer__updates=60, checkpoint__every=3, evaluation__every=20
+        world, method__name="gar", optimizer__updates=66, checkpoint__every=3, evaluation__every=20
     )
     began = time.monotonic()
     train_from_config(config, tmp_path / "whole")

@@ -140,7 +140,8 @@ def run(arguments: list[str]) -> int:
         _print("interrupted")
         return INTERRUPTED
     except Exception as error:
-        if type(error).__name__ in ("TrainingFailure", "EvaluationFailure"):  # their types live behind the import of torch
+        # By name: their types live behind the import of torch.
+        if type(error).__name__ in ("TrainingFailure", "EvaluationFailure"):
             return _say(str(error), 1)
         raise
 
