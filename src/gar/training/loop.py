@@ -21,6 +21,7 @@ from torch.optim import AdamW
 from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates
 from gar.data.task import Mixture
+from gar.diagnostics import diagnose
 from gar.evaluation import EvaluationFailure, evaluate
 from gar.model import MultiTaskModel
 from gar.training import checkpoint
@@ -68,7 +69,10 @@ def fit(
     resume: bool = False,
     hooks: Hooks | None = None,
 ) -> dict[str, Any]:
-    """Train ``model`` in place; returns the sections ``accuracy``, ``routing`` and ``timing`` of a result."""
+    """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
+
+    Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end.
+    """
     hooks, history = hooks or Hooks(), history or History(None)
     source, validation = make_sources(model, mixture, config.cache, hooks.features)
     names = [task.name for task in mixture.tasks]
@@ -90,10 +94,10 @@ def fit(
             history.flush()
             checkpoint.save(checkpoints, done, model, optimizer, {"seconds": seconds}, config.checkpoint.keep)
 
-    def measure(done: int) -> dict[str, Any]:
+    def measure(done: int, how: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         check_weights(model, done)
         try:
-            return evaluate(model, mixture, source=validation, options=config.evaluation)
+            return how(model, mixture, source=validation, options=config.evaluation)
         except EvaluationFailure as error:
             raise TrainingFailure(str(error), done) from error
 
@@ -114,15 +118,16 @@ def fit(
             if hooks.update is not None:
                 hooks.update(done, total, history.last_loss)
             if is_due(config.evaluation.every, done) and done < total:
-                history.evaluation(done, measure(done))
+                history.evaluation(done, measure(done, evaluate))
             if stopped or is_due(config.checkpoint.every, done, total):
                 save(done)
             if stopped:
                 raise Interrupted(f"stopped after update {done} of {total}")
         history.flush()
-        final = measure(total)
+        diagnosis = measure(total, diagnose)
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
-    return {"updates": total, **final, "timing": timing}
+    sections = {key: diagnosis[key] for key in ("accuracy", "routing")}
+    return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}
 
 
 def is_due(every: int, done: int, last: int | None = None) -> bool:

@@ -29,6 +29,7 @@ from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, expla
 from gar.data import Mixture, load_mixture
 from gar.data.registry import registry
 from gar.data.task import Task
+from gar.diagnostics import DIAGNOSTICS
 from gar.errors import UserError, nearest
 from gar.methods import Baseline, Method
 from gar.model import WEIGHTS_FILE, MultiTaskModel
@@ -147,6 +148,7 @@ def _train_into(
             )
             result = _result(config, mixture, sections)
             _save_model(directory / MODEL, model, model_card(model, config, mixture, result))
+            write_json(directory / DIAGNOSTICS, sections["diagnosis"])
         except Exception as error:
             _record_failure(directory, history, error)
             raise
