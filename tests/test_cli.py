@@ -205,7 +205,7 @@ def test_the_default_directory_names_mixture_method_and_seed(
     monkeypatch.chdir(tmp_path)
     assert run(["train", str(file), "optimizer.updates=1", "--seed", "2"]) == 0
     (made,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"tiny-baseline-seed2-\d{8}-\d{6}", made.name)
+    assert re.fullmatch(r"tiny-gar-seed2-\d{8}-\d{6}", made.name)
 
 
 def test_train_without_the_cache_reaches_the_same(file: Path, tmp_path: Path) -> None:

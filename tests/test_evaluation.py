@@ -367,16 +367,8 @@ def test_trajectories_hold_the_ten_panels(directory: str, tmp_path: Any) -> None
     mixture = make_mixture("first", "second")
     for seed in (0, 1):
         model = model_for(directory, mixture, dtype="float32")
-        config = build(
-            {
-                "optimizer": {"updates": 6},
-                "evaluation": {"every": 2},
-                "cache": {"enabled": False},
-                "seed": seed,
-            }
-            | {"mixture": {"tasks": ["first", "second"]}}
-        )
-        gar.train(model, mixture, config=config, out=tmp_path / f"{seed}")
+        options = {"evaluation": {"every": 2}, "cache": {"enabled": False}, "seed": seed}
+        gar.train(model, mixture, gar.methods.Baseline(), updates=6, out=tmp_path / f"{seed}", **options)
     results = gar.results(tmp_path)
     table = results.histories
     assert sorted(table["update"]) == [2, 2, 4, 4, 6, 6]

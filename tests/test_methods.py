@@ -796,7 +796,7 @@ def test_the_registry_holds_the_methods_of_the_paper() -> None:
     for name in paper:
         assert from_config(name).name == name
         assert from_config(name).check(Choices("lora_ffn", 8, 4, 20)) is None
-    assert from_config({}).name == "baseline"
+    assert from_config({}).name == "gar"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def test_the_files_of_a_run(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = make_config(world, method__name="gar", checkpoint__every=2)
     result = train_from_config(config, out)
-    assert names(out) == {"config.yaml", "environment.json", "history.jsonl", "model", "result.json"}
+    files = {"config.yaml", "environment.json", "history.jsonl", "diagnostics.json", "result.json"}
+    assert names(out) == files | {"model"}
     assert json.loads((out / "result.json").read_text()) == result
     assert list(result) == [
         *("schema", "method", "mixture", "seed", "updates", "examples", "accuracy", "routing", "timing")
@@ -237,7 +238,7 @@ def test_a_directory_in_use_is_refused(world: Path, tmp_path: Path, resume: bool
     ("changes", "named"),
     [
         ({"optimizer__learning_rate": 0.5}, r"optimizer\.learning_rate: 0\.01, found 0\.5"),
-        ({"method__name": "gar"}, r"method\.name: 'baseline', found 'gar'"),
+        ({"method__name": "baseline"}, r"method\.name: 'gar', found 'baseline'"),
         ({"seed": 1}, "seed: 0, found 1"),
         ({"cache__dtype": "float16"}, r"cache\.dtype: 'float32', found 'float16'"),
         ({"mixture__batch_size": 4}, r"mixture\.batch_size: 8, found 4"),

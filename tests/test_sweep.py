@@ -472,6 +472,15 @@ def check_failing_sweep(out: Path, seeds: int) -> None:
     assert not (out / "tiny/a+b/gar-plain/seed-1" / store.CHECKPOINTS).exists()
 
 
+def rounded(tree: Any) -> Any:
+    """Floats to nine digits."""
+    if isinstance(tree, dict):
+        return {key: rounded(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [rounded(value) for value in tree]
+    return float(f"{tree:.9g}") if isinstance(tree, float) else tree
+
+
 def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     check_failing_sweep(tmp_path, seeds=2)
     # Without the sabotage they succeed; the killed one had another number of updates, so it starts anew.
@@ -483,12 +492,13 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     with LocalExecutor(1, tmp_path / store.SWEEP) as executor:
         outcome = run_sweep(plan, executor, view=quiet())
     assert (outcome.finished, outcome.failed) == (8, 0)
-    # A worker that ran other jobs before gives what a run of its own gives, bit for bit.
+    # A worker that ran other jobs before trains what a run of its own trains, bit for bit; the diagnostics
+    # agree to what the alignment of buffers leaves of float64 sums.
     run = next(r for r in failing_suite(2).runs() if r.id == "tiny/a+b/gar-slow/seed-1")
     alone = train_from_config(build(run.tree()), tmp_path / "alone")
     swept = store.read_json(tmp_path / run.id / store.RESULT)
     assert swept is not None
-    assert {**alone, "timing": 0} == {**swept, "timing": 0}
+    assert rounded({**alone, "timing": 0}) == rounded({**swept, "timing": 0})
     histories = [(d / "history.jsonl").read_text() for d in (tmp_path / "alone", tmp_path / run.id)]
     assert histories[0] == histories[1]
 
@@ -506,7 +516,7 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     verb = ["-c", "from gar.cli import main; main()", "sweep"]
     command = [sys.executable, *verb, str(tmp_path / "long.yaml"), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        first = out / "tiny/a+b/baseline/seed-0"
+        first = out / "tiny/a+b/gar/seed-0"
         deadline = time.monotonic() + 90
         while len((first / "history.jsonl").read_text() if (first / "history.jsonl").is_file() else "") < 500:
             assert time.monotonic() < deadline
@@ -516,7 +526,7 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "0 finished, 0 failed, 2 to do; start again to go on" in output
-    assert "stopped tiny/a+b/baseline/seed-0" in errors
+    assert "stopped tiny/a+b/gar/seed-0" in errors
     assert store.state(first) is State.UNFINISHED
     (checkpoint,) = (first / store.CHECKPOINTS).glob("[0-9]*")
     assert int(checkpoint.name) > 0

@@ -7,6 +7,7 @@ nearest valid name.
 from __future__ import annotations
 
 import copy
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,21 @@ from pydantic import (
 )
 
 from gar.errors import UserError, nearest
-from gar.methods import Baseline, Choices, Method, from_config
+from gar.methods import GAR, Choices, Method, from_config
+
+#: Keys whose value decides what other keys mean.
+NAMING = ("method", "method.name", "mixture", "mixture.name")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 (no dot, or no sign) as a string; users mean a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 class Section(BaseModel):
@@ -124,7 +139,9 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="updates between checkpoints; 0: only when interrupted")
+    every: int = Field(
+        0, ge=0, description="updates between checkpoints; 0: only at the end or when interrupted"
+    )
     keep: int = Field(2, ge=1)
 
 
@@ -141,7 +158,7 @@ class Config(Section):
 
     backbone: BackboneConfig = BackboneConfig()
     experts: ExpertsConfig = ExpertsConfig()
-    method: SerializeAsAny[Method] = Baseline()
+    method: SerializeAsAny[Method] = GAR()
     mixture: MixtureConfig = MixtureConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -193,14 +210,21 @@ class Config(Section):
         """A copy with ``key.sub=value`` strings (or a dotted mapping) applied and checked."""
         if not isinstance(overrides, Mapping):
             overrides = parse_overrides(overrides)
-        tree = self.to_dict()
-        for dotted, value in overrides.items():
-            set_key(tree, dotted, value)
-        return build(tree)
+        return build(overridden(self.to_dict(), overrides))
+
+
+def overridden(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with dotted overrides set, in place. Names come first: they reset what belongs to another."""
+    for dotted, value in sorted(overrides.items(), key=lambda item: item[0] not in NAMING):
+        set_key(tree, dotted, value)
+    return tree
 
 
 def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set ``tree[a][b] = value`` for ``"a.b"``. Naming another method drops the old one's coefficients."""
+    for section in ("method", "mixture"):
+        if isinstance(tree.get(section), str):  # the short form
+            tree[section] = {"name": tree[section]}
     if dotted == "mixture" and isinstance(value, str):
         value = {**(tree.get("mixture") or {}), "name": value, "tasks": []}
     if dotted == "method" and isinstance(value, str):
@@ -225,7 +249,7 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         if not equals or not key.strip():
             raise UserError(f"override {item!r}: expected key.sub=value, e.g. optimizer.updates=500")
         try:
-            parsed[key.strip()] = _number(yaml.safe_load(text))
+            parsed[key.strip()] = yaml.load(text, _Loader)
         except yaml.YAMLError:
             raise UserError(f"override {item!r}: the value is not readable as YAML") from None
     return parsed
@@ -235,7 +259,7 @@ def load_tree(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping; relative data paths inside it become relative to the file."""
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -252,7 +276,7 @@ def load_tree(path: str | Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of configuration keys, found {type(tree).__name__}")
-    return anchor_paths(_number(tree), path.resolve().parent)
+    return anchor_paths(tree, path.resolve().parent)
 
 
 def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -260,9 +284,7 @@ def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) ->
     tree = load_tree(path)
     if not isinstance(overrides, Mapping):
         overrides = parse_overrides(overrides)
-    for dotted, value in overrides.items():
-        set_key(tree, dotted, value)
-    return build(tree, str(path))
+    return build(overridden(tree, overrides), str(path))
 
 
 def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
@@ -322,19 +344,6 @@ def _members(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
         return [m for a in typing.get_args(annotation) for m in _members(a)]
     return [annotation]
-
-
-def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 (no dot) as a string; users mean a number.
-    if isinstance(value, dict):
-        return {k: _number(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_number(v) for v in value]
-    if isinstance(value, str) and value[:1] in "+-.0123456789":
-        head, e, tail = value.lower().partition("e")
-        if e and tail.lstrip("+-").isdigit() and head.replace(".", "", 1).lstrip("+-").isdigit():
-            return float(value)
-    return value
 
 
 def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:

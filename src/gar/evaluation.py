@@ -16,7 +16,7 @@ from gar.config import CacheConfig, EvaluationConfig
 from gar.data.batches import split
 from gar.data.task import Mixture, Task
 from gar.model import MultiTaskModel, evaluating, length_bucketed
-from gar.observation import observe
+from gar.objective import accurate
 from gar.routing import Routing
 
 if TYPE_CHECKING:  # the training loop imports this module
@@ -155,15 +155,12 @@ def _batch_gradients(
     with torch.no_grad():  # what lies below the experts has no part in their gradients
         state = source.state([(t, batch)])
     labels = source.labels[t][torch.from_numpy(batch).to(model.device)]
-    with torch.enable_grad(), observe(bank) as observed:
+    with torch.enable_grad():
         losses = example_losses(model.suffix(state, [(name, len(batch))]), [labels])
         means = torch.stack([group.mean() for group in losses.split(group_size)])
-        parameters = [p for p in bank.parameters() if p.requires_grad]
-        torch.autograd.grad(means.sum(), parameters, allow_unused=True)
-    # Only the sum over the groups is asked for, so to the observation the batch is one group.
-    whole, one = torch.zeros(len(batch), dtype=torch.long), torch.ones(1, device=losses.device)
-    rows = [observed.site.expert_group_gradients(whole, one, e) for e in range(bank.experts.count)]
-    return torch.cat(rows), len(means)
+        stacked = [getattr(bank.experts, slot) for slot in bank.experts.slots]
+        grads = torch.autograd.grad(means.sum(), stacked, materialize_grads=True)
+    return torch.cat([accurate(grad).flatten(1) for grad in grads], dim=1), len(means)
 
 
 def _grams(gradients: Sequence[Tensor]) -> GradientProbe:

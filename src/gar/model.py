@@ -374,11 +374,6 @@ class MultiTaskModel(nn.Module):
     def _site_tail(self) -> nn.Module | None:
         return self.tail if self._tail is None else self._tail
 
-    @property
-    def prefix_width(self) -> int:
-        """Features of the site's input and base."""
-        return self.bank.router.features
-
     def trainable_parameters(self) -> list[nn.Parameter]:
         """All parameters with gradients, in a fixed order."""
         return [p for p in self.parameters() if p.requires_grad]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,10 +107,14 @@ class _Record:
     hidden_grad: Tensor | None = None
     forwards: int = 0
     backwards: int = 0
-    paused: bool = False
+    factors: bool = True
+    #: Shared by all banks of one block: a backward crosses every site.
+    paused: list[bool] = field(default_factory=lambda: [False])
 
     def hooks(self) -> Iterator[RemovableHandle]:
         yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True)
+        if not self.factors:
+            return
         yield self.bank.experts.register_forward_hook(self._experts_hook)
         if self.bank.experts.hidden_module is not None:
             yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
@@ -124,7 +128,8 @@ class _Record:
         self.forwards += 1
         self.routing_input = (args[0] if args else kwargs["x"]).detach()
         self.mask, self.routing, self.output = routing.mask, routing, output
-        output.register_hook(self._store_delta)
+        if self.factors:
+            output.register_hook(self._store_delta)
 
     def _experts_hook(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         if output.requires_grad:
@@ -137,12 +142,12 @@ class _Record:
             args[0].register_hook(self._store_hidden_grad)
 
     def _store_delta(self, grad: Tensor) -> None:
-        if not self.paused:
+        if not self.paused[0]:
             self.backwards += 1
             self.delta = grad.detach()
 
     def _store_hidden_grad(self, grad: Tensor) -> None:
-        if not self.paused:
+        if not self.paused[0]:
             self.hidden_grad = grad.detach()
 
     def require_forward(self) -> None:
@@ -158,9 +163,9 @@ class _Record:
 class SiteObservation:
     """What one expert bank showed during one ``observe`` block."""
 
-    def __init__(self, bank: RoutedExperts) -> None:
+    def __init__(self, bank: RoutedExperts, paused: list[bool], gradients: bool = True) -> None:
         self.bank = bank
-        self._record = _Record(bank)
+        self._record = _Record(bank, factors=gradients, paused=paused)
 
     @property
     def routing(self) -> Routing:
@@ -183,7 +188,7 @@ class SiteObservation:
         """
         routing = self.detached_routing()
         q, groups = self._rows(routing.example_gates(), routing.gates, groups)
-        return Grouping(groups.to(q.device), count).mean(q)
+        return Grouping(groups, count).mean(q)
 
     def group_gradients(self, groups: Tensor, group_weight: Tensor) -> Tensor:
         """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
@@ -192,21 +197,21 @@ class SiteObservation:
         weight of 0 gives a zero row). ``groups`` is int64 [N] for inputs [N, d]; for inputs [B, L, d] it is
         [B], one number a row, or [B, L], one a token; -1 is not counted. Slots follow the bank's order.
         """
-        with torch.autocast(group_weight.device.type, enabled=False):
+        with self._full_precision():
             return torch.cat(
                 [grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight)], dim=1
             )
 
     def group_gram(self, groups: Tensor, group_weight: Tensor) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`, one slot in memory at a time."""
-        with torch.autocast(group_weight.device.type, enabled=False):
+        with self._full_precision():
             flats = (grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight))
             return sum((flat @ flat.T for flat in flats), start=torch.zeros((), device=group_weight.device))
 
     def expert_group_gradients(self, groups: Tensor, group_weight: Tensor, expert: int) -> Tensor:
         """The part of one expert in :meth:`group_gradients`, [M, d] (gradient probe, section 6)."""
         call = self._call()
-        with torch.autocast(group_weight.device.type, enabled=False):
+        with self._full_precision():
             slots = self._grouped(call, self.bank.experts.expert_factors(call, expert), groups, group_weight)
             return torch.cat([grad.flatten(1) for _, grad in slots], dim=1)
 
@@ -221,12 +226,12 @@ class SiteObservation:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes in this block leave no trace in the observation."""
-        self._record.paused = True
+        """Backward passes in this block leave no trace in any site of the observation."""
+        self._record.paused[0] = True
         try:
             yield
         finally:
-            self._record.paused = False
+            self._record.paused[0] = False
 
     def hooks(self) -> Iterator[RemovableHandle]:
         return self._record.hooks()
@@ -235,6 +240,14 @@ class SiteObservation:
         """Drop references into the graph; detached captures stay."""
         self._record.output = None
         self._record.routing = None
+
+    def forget_factors(self) -> None:
+        """Free what only :meth:`group_gradients` needs; routing inputs stay."""
+        record = self._record
+        record.arguments = record.hidden = record.delta = record.hidden_grad = None
+
+    def _full_precision(self) -> torch.autocast:
+        return torch.autocast(self.bank.router.weight.device.type, enabled=False)
 
     def _call(self) -> Call:
         record = self._record
@@ -277,7 +290,7 @@ class SiteObservation:
             raise ValueError(
                 f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
             )
-        grouping = Grouping(groups.to(call.delta.device), len(group_weight))
+        grouping = Grouping(groups, len(group_weight))
         weight = accurate(group_weight.detach().to(call.delta.device))
         undo = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
         for slot in self.bank.experts.slots:
@@ -305,8 +318,9 @@ class Observed:
     router, probabilities and gradients.
     """
 
-    def __init__(self, banks: Sequence[RoutedExperts]) -> None:
-        self.sites = [SiteObservation(bank) for bank in banks]
+    def __init__(self, banks: Sequence[RoutedExperts], gradients: bool = True) -> None:
+        paused = [False]
+        self.sites = [SiteObservation(bank, paused, gradients) for bank in banks]
 
     @property
     def site(self) -> SiteObservation:
@@ -328,8 +342,10 @@ class Observed:
 
 
 @contextmanager
-def observe(*modules: nn.Module) -> Iterator[Observed]:
+def observe(*modules: nn.Module, gradients: bool = True) -> Iterator[Observed]:
     """Record the expert banks inside ``modules`` during one forward and one backward.
+
+    ``gradients=False`` records the routing alone, for methods that never ask for group gradients.
 
     Forwards without gradients are not recorded. Captures belong to the returned object and are freed
     with it; nothing is stored on the modules.
@@ -337,7 +353,7 @@ def observe(*modules: nn.Module) -> Iterator[Observed]:
     banks = list(dict.fromkeys(bank for module in modules for bank in expert_banks(module)))
     if not banks:
         raise ValueError("observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, …) inside the given modules")
-    observed = Observed(banks)
+    observed = Observed(banks, gradients)
     handles = [handle for site in observed.sites for handle in site.hooks()]
     try:
         yield observed

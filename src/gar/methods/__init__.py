@@ -36,7 +36,7 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
             f"method is {value!r}; expected a name or a mapping with the key name, e.g. {{name: gar}}"
         )
     fields = {"name": value} if isinstance(value, str) else dict(value)
-    name = fields.pop("name", "baseline")
+    name = fields.pop("name", "gar")
     if not isinstance(name, str) or name not in REGISTRY:
         raise one_of("method.name", name, REGISTRY)
     cls = REGISTRY[name]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gar.methods.base import Choices, Method
 from gar.methods.update import Pass, Site
+from gar.objective import accurate
 
 THRESHOLD = 0.0
 
@@ -66,6 +67,7 @@ def conflicts(site: Site, delta: Tensor) -> Tensor:
     routing, grouping = site.routing, site.weights.grouping
     gates = (routing.gates * routing.selected).detach()
     # Cosines do not see the scale; bringing it to 1 keeps tiny LoRA gradients away from underflow.
+    delta = accurate(delta)
     peak = delta.abs().max()
     delta = delta / torch.where(peak > 0, peak, torch.ones_like(peak))
     low = site.bank.experts.bias_proxies(delta)  # [..., E, r]

@@ -48,7 +48,7 @@ class Site:
     @property
     def routes_examples(self) -> bool:
         """True at the head site, where the routed unit is a whole example."""
-        return self.observation.detached_routing().gates.dim() == 2
+        return self.routing.gates.dim() == 2
 
     @property
     def routing(self) -> Routing:
@@ -110,8 +110,10 @@ class Pass:
             site.rows = site.observation.group_gradients(self.weights.groups, self.weights.task_weights)
 
     def release(self) -> None:
-        """Drop the graph; observations and loss values stay."""
+        """Drop the graph and the factors of group gradients; rows, routing inputs and loss values stay."""
         self.losses = self.losses.detach()
+        for site in self.sites:
+            site.observation.forget_factors()
 
 
 class UpdateSite:

@@ -57,10 +57,10 @@ def f1(predictions: Values, labels: Values, positive: Any = 1) -> float:
     >>> f1([0, 0], [0, 0])
     0.0
     """
-    tp, _, fp, fn = _confusion(predictions, labels, positive)
-    precision = tp / max(1, tp + fp)
-    recall = tp / max(1, tp + fn)
-    return 2 * precision * recall / (precision + recall) if precision + recall > 0 else 0.0
+    from sklearn.metrics import f1_score  # slow to import, needed by few tasks
+
+    predicted, expected = (side == positive for side in _aligned(predictions, labels))
+    return float(f1_score(expected, predicted)) if (predicted & expected).any() else 0.0
 
 
 def matthews_correlation(predictions: Values, labels: Values, positive: Any = 1) -> float:
@@ -76,17 +76,11 @@ def matthews_correlation(predictions: Values, labels: Values, positive: Any = 1)
     >>> matthews_correlation([1, 1, 1, 1], [1, 0, 1, 0])
     0.0
     """
-    tp, tn, fp, fn = _confusion(predictions, labels, positive)
-    square = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    return max(-1.0, min(1.0, (tp * tn - fp * fn) / math.sqrt(square))) if square > 0 else 0.0
+    from sklearn.metrics import matthews_corrcoef
 
-
-def _confusion(predictions: Values, labels: Values, positive: Any) -> tuple[int, int, int, int]:
-    """TP, TN, FP, FN as Python integers."""
     predicted, expected = (side == positive for side in _aligned(predictions, labels))
-    tp = int((predicted & expected).sum())
-    fp, fn = int(predicted.sum()) - tp, int(expected.sum()) - tp
-    return tp, len(expected) - tp - fp - fn, fp, fn
+    constant = any(side.all() or not side.any() for side in (predicted, expected))
+    return 0.0 if constant else float(matthews_corrcoef(expected, predicted))
 
 
 def _aligned(predictions: Values, labels: Values) -> tuple[NDArray[Any], NDArray[Any]]:

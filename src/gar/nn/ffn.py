@@ -63,7 +63,7 @@ class FFNExperts(Experts):
         assert self.hidden_module is not None
         out = self._each(self.hidden_module(pre), counts, self.W2, self.b2)
         weight = gates.flatten(0, -2)[units, experts].to(out.dtype)
-        total = out.new_zeros(len(x), self.features).index_add(0, units, out * weight.unsqueeze(-1))
+        total = _add_up(out * weight.unsqueeze(-1), units, counts, len(x))
         return total.reshape(*shape[:-1], self.features)
 
     @staticmethod
@@ -75,28 +75,30 @@ class FFNExperts(Experts):
         )
 
     def factors(self, call: Call) -> dict[str, Factors]:
-        units, experts, _ = _pairs(call.active)
-        return self._slot_factors(call, units, experts, torch.ones_like(units, dtype=torch.bool))
+        units, experts, counts = _pairs(call.active)
+        return self._slot_factors(call, slice(None), units, experts, counts)
 
     def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
-        units, experts, _ = _pairs(call.active)
-        return self._slot_factors(call, units, experts, experts == expert)
+        units, experts, counts = _pairs(call.active)
+        start = sum(counts[:expert])
+        own = slice(start, start + counts[expert])  # pairs are sorted by expert
+        return self._slot_factors(call, own, units[own], experts[own], counts[expert : expert + 1])
 
-    def _slot_factors(self, call: Call, units: Tensor, experts: Tensor, chosen: Tensor) -> dict[str, Factors]:
+    def _slot_factors(
+        self, call: Call, pairs: slice, units: Tensor, experts: Tensor, counts: list[int]
+    ) -> dict[str, Factors]:
         # W2: delta (sum_e pi_e h_e)^T; W1: (sum_e dpre_e) x^T; biases without the right factor.
         assert call.hidden is not None
         assert call.hidden_grad is not None
         shape = call.gates.shape[:-1]
-        rows, cols = units[chosen], experts[chosen]
-        weight = accurate(call.gates).flatten(0, -2)[rows, cols].unsqueeze(-1)
+        weight = accurate(call.gates).flatten(0, -2)[units, experts].unsqueeze(-1)
 
-        def summed(pairs: Tensor) -> Tensor:
-            total = pairs.new_zeros(shape.numel(), pairs.shape[-1]).index_add(0, rows, pairs)
-            return total.reshape(*shape, -1)
+        def summed(values: Tensor) -> Tensor:
+            return _add_up(values, units, counts, shape.numel()).reshape(*shape, -1)
 
         x, delta = accurate(call.x), accurate(call.delta)
-        dpre = summed(accurate(call.hidden_grad)[chosen])
-        mixed = summed(weight * accurate(call.hidden)[chosen])
+        dpre = summed(accurate(call.hidden_grad[pairs]))
+        mixed = summed(weight * accurate(call.hidden[pairs]))
         slots = {"W1": Factors(dpre, x), "W2": Factors(delta, mixed)}
         if self.b1 is not None:
             slots |= {"b1": Factors(dpre, None), "b2": Factors(delta * summed(weight), None)}
@@ -110,6 +112,18 @@ def _pairs(active: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Active (unit, expert) pairs sorted by expert, and how many each expert has."""
     experts, units = active.flatten(0, -2).T.nonzero(as_tuple=True)
     return units, experts, torch.bincount(experts, minlength=active.shape[-1]).tolist()
+
+
+def _add_up(values: Tensor, units: Tensor, counts: list[int], rows: int) -> Tensor:
+    """Pair values [P, f] summed per unit, [rows, f].
+
+    Expert by expert: a unit occurs once in each part, so the order of additions, and with it the last bit,
+    is the same in every run on every device.
+    """
+    total = accurate(values.new_zeros(rows, values.shape[-1]))
+    for part, index in zip(values.split(counts), units.split(counts), strict=True):
+        total.index_add_(0, index, part.to(total.dtype))
+    return total
 
 
 class RoutedFFN(RoutedExperts):

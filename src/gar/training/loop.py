@@ -119,12 +119,15 @@ def fit(
                 hooks.update(done, total, history.last_loss)
             if is_due(config.evaluation.every, done) and done < total:
                 history.evaluation(done, measure(done, evaluate))
-            if stopped or is_due(config.checkpoint.every, done, total):
+            # The last one protects finished weights while they are measured and written.
+            if stopped or done == total or is_due(config.checkpoint.every, done):
                 save(done)
             if stopped:
                 raise Interrupted(f"stopped after update {done} of {total}")
         history.flush()
         diagnosis = measure(total, diagnose)
+        if stopped:
+            raise Interrupted(f"stopped after update {total} of {total}")
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
     sections = {key: diagnosis[key] for key in ("accuracy", "routing")}
     return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}

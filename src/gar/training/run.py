@@ -31,7 +31,7 @@ from gar.data.registry import registry
 from gar.data.task import Task
 from gar.diagnostics import DIAGNOSTICS
 from gar.errors import UserError, nearest
-from gar.methods import Baseline, Method
+from gar.methods import GAR, Method
 from gar.model import WEIGHTS_FILE, MultiTaskModel
 from gar.training import checkpoint
 from gar.training.card import model_card
@@ -89,9 +89,11 @@ def train(
     """
     described = config is not None
     if config is None:
-        config = _config_of(model, mixture, method or Baseline(), options)
+        config = _config_of(model, mixture, method or GAR(), options)
     elif options or method is not None:
         raise TypeError("give either config= or method and options, not both")
+    else:
+        _check_described(config, model, mixture)
     model.to(resolve_device(config.device))
     if out is None:
         with closing(Tracker(config.tracking, None, config.to_dict())) as tracker:
@@ -395,6 +397,8 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
     optimizer = {key: value for key, value in options.items() if key in OptimizerConfig.model_fields}
     rest = {key: value for key, value in options.items() if key not in optimizer}
     for key in rest:
+        if key in ("backbone", "experts", "mixture", "precision"):
+            raise UserError(f"train: option {key!r} belongs to the model or the mixture, which are given")
         if key not in Config.model_fields:
             known = [*OptimizerConfig.model_fields, *Config.model_fields]
             raise UserError(f"train: unknown option {key!r}{nearest(key, known)}")
@@ -412,6 +416,20 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
         )
     except ValidationError as error:
         raise UserError(f"train: {explain(error, Config)}") from None
+
+
+def _check_described(config: Config, model: MultiTaskModel, mixture: Mixture) -> None:
+    """A configuration given beside a model and a mixture must describe them."""
+    facts = {
+        "backbone": (config.backbone, model.config),
+        "experts": (config.experts, model.experts_config),
+        "precision": (config.precision, model.precision),
+        "mixture.batch_size": (config.mixture.batch_size, mixture.batch_size),
+        "mixture.group_size": (config.mixture.group_size, mixture.group_size),
+    }
+    for key, (said, found) in facts.items():
+        if said != found:
+            raise UserError(f"train: {key} of config= is {said!r}, but the given one has {found!r}")
 
 
 def _described(mixture: Mixture) -> MixtureConfig:

@@ -67,7 +67,11 @@ class CachedSource:
     def __init__(
         self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], features: Sequence[Features]
     ) -> None:
-        self.lengths = [split.lengths for split in splits]
+        # Pooled states have no token axis, and so no padding.
+        self.lengths = [
+            split.lengths if f.x is not None else np.ones_like(split.lengths)
+            for split, f in zip(splits, features, strict=True)
+        ]
         self.labels = [torch.from_numpy(split.labels).to(model.device) for split in splits]
         self._device, self._dtype = model.device, model.dtype
         resident = self._device if _fits(features, self._device) else torch.device("cpu")

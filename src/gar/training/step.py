@@ -63,7 +63,7 @@ def run_update(
     for part in passes(groups, source.lengths, options.max_tokens, cost, separate):
         with (
             _backbone_dropout(model, options.seed, number, part[0].number),
-            _observing(model, method) as observed,
+            _observing(model, method, options) as observed,
         ):
             losses, weights = group_losses(model, source, part, len(groups), number, options)
             step = Pass.of(losses, weights, parameters, observed, scratch)
@@ -174,5 +174,10 @@ def _backbone_dropout(model: MultiTaskModel, seed: int, number: int, group: int)
         yield
 
 
-def _observing(model: MultiTaskModel, method: Method) -> contextlib.AbstractContextManager[Observed | None]:
-    return observe(model.bank) if method.observes else contextlib.nullcontext()
+def _observing(
+    model: MultiTaskModel, method: Method, options: UpdateOptions
+) -> contextlib.AbstractContextManager[Observed | None]:
+    if not method.observes:
+        return contextlib.nullcontext()
+    factors = "gradients" in method.observes and options.observation == "one_pass"
+    return observe(model.bank, gradients=factors)
