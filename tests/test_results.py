@@ -13,6 +13,7 @@ from scipy import stats
 from gar.errors import UserError
 from gar.experiments import paper
 from gar.experiments.results import METRICS, Results, load
+from gar.experiments.results_reading import FAILED
 from test_report_runs import TASKS, write_run, write_sweep
 
 ACCURACIES = {  # (mixture, method, seed): macro accuracy
@@ -170,6 +171,17 @@ def test_clip_may_differ_between_mixtures_but_not_inside_one(tmp_path):
     assert len(load(tmp_path).settings) == 1
     write_run(tmp_path, "gar", 2, "six", tree={"optimizer": {"clip": 0.8}})
     assert len(load(tmp_path).settings) == 2
+
+
+def test_runs_on_splits_of_different_sizes_are_not_pooled(tmp_path):
+    for seed, rows in ((1, 100), (2, 100), (3, 50)):
+        path = write_run(tmp_path, "gar", seed) / "result.json"
+        result = json.loads(path.read_text())
+        path.write_text(json.dumps(result | {"examples": {"rte": [rows, 20]}}))
+        if seed == 2:
+            write_run(tmp_path, "gar", 9, state=FAILED)  # does not tell, and is like the others
+            assert len(load(tmp_path).settings) == 1
+    assert len(load(tmp_path).settings) > 1
 
 
 def test_varied_coefficients_name_the_variants(tmp_path):

@@ -6,7 +6,8 @@ when their configurations agree in all keys but
 * ``seed``, ``method`` and ``optimizer.learning_rate`` (what methods and their searches vary);
 * ``mixture.name`` and ``mixture.tasks`` (a setting has several mixtures; they are kept apart inside it);
 * ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for
-  each mixture - but where one mixture has runs with different values, they are different settings too;
+  each mixture - but where one mixture has runs with different values, they are different settings too, and
+  so are runs on splits of different sizes;
 * where and how a run was made: device, directories, cache, checkpoints, tracking, the evaluation interval,
   the observation path, the split of updates into passes, and the preset's name.
 
@@ -151,13 +152,28 @@ def _comparable(runs: Sequence[Run]) -> dict[str, list[Run]]:
         groups[_key(run, VARIED | PER_MIXTURE | NO_MATTER)].append(run)
     refined: dict[str, list[Run]] = {}
     for key, members in groups.items():
+        sizes: dict[str, set[str]] = defaultdict(set)
+        for run in members:
+            if examples := _examples(run):
+                sizes[_mixture_identity(run)].add(examples)
+        kinds: list[str] = []
         chosen: dict[str, set[str]] = defaultdict(set)
         for run in members:
-            chosen[_mixture_identity(run)].add(_per_mixture(run))
-        for run in members:
-            split = _per_mixture(run) if any(len(values) > 1 for values in chosen.values()) else ""
-            refined.setdefault(key + split, []).append(run)
+            known = sizes[_mixture_identity(run)]
+            # An unfinished run does not tell its split sizes yet; where all others agree it is like them.
+            examples = _examples(run) or (next(iter(known)) if len(known) == 1 else "")
+            kinds.append(_per_mixture(run) + examples)
+            chosen[_mixture_identity(run)].add(kinds[-1])
+        several = any(len(values) > 1 for values in chosen.values())
+        for run, kind in zip(members, kinds, strict=True):
+            refined.setdefault(key + (kind if several else ""), []).append(run)
     return refined
+
+
+def _examples(run: Run) -> str:
+    """The sizes of the splits a finished run was trained and measured on."""
+    examples = run.result.get("examples")
+    return json.dumps(examples, sort_keys=True) if examples else ""
 
 
 def _key(run: Run, without: Iterable[str]) -> str:
