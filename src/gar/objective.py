@@ -139,7 +139,7 @@ def _observations(probabilities: Tensor, gradients: Tensor | None) -> Tensor:
             f"gradients must be [M, d] with M = {len(probabilities)} rows like probabilities, "
             f"got shape {tuple(gradients.shape)}"
         )
-    return accurate(gradients.detach())
+    return _as_wide(gradients.detach(), probabilities)
 
 
 def _gram(probabilities: Tensor, gradients: Tensor | None, gram: Tensor) -> Tensor:
@@ -148,4 +148,9 @@ def _gram(probabilities: Tensor, gradients: Tensor | None, gram: Tensor) -> Tens
     m = len(probabilities)
     if gram.shape != (m, m):
         raise ValueError(f"gram must be [{m}, {m}] like the rows of probabilities, got {tuple(gram.shape)}")
-    return accurate(gram.detach())
+    return _as_wide(gram.detach(), probabilities)
+
+
+def _as_wide(x: Tensor, other: Tensor) -> Tensor:
+    """``x`` in the wider of both dtypes, float32 at least."""
+    return x.to(torch.promote_types(torch.promote_types(x.dtype, other.dtype), torch.float32))

@@ -183,7 +183,7 @@ def finite(
     number: int,
     options: UpdateOptions,
 ) -> tuple[list[float], float]:
-    """Losses and gradient norm as numbers (the update's only transfer), or a failure that says where."""
+    """Losses and gradient norm as numbers (the update's only read-back), or a failure that says where."""
     *values, norm_value = torch.cat([losses.double(), norm.detach().double().reshape(1)]).tolist()
     for group, value in zip(groups, values, strict=True):
         if not math.isfinite(value):
