@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +26,7 @@ from gar.evaluation import evaluate
 from gar.model import MultiTaskModel
 from gar.training import fit
 from gar.training.sources import CachedSource, RawSource, make_source, make_sources, prefix_facts, tokenized
-from tiny_runs import largest_difference, make_config, weights
+from tiny_runs import largest_difference, make_config, small_file_system, weights
 
 FACTS = {"backbone": "abc", "site": "lora_ffn"}
 TOKENS = TokenizedSplit(
@@ -317,17 +316,8 @@ def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    where = tmp_path / "disk"
-    where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.SubprocessError):
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with small_file_system(tmp_path / "disk", "64k") as where:
         yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 def test_a_file_system_that_is_full_is_one_clear_error(world: Path, small_disk: Path) -> None:

@@ -31,7 +31,7 @@ from gar.model import MultiTaskModel
 from gar.training import Hooks, Interrupted, checkpoint, train_from_config
 from gar.training.history import read_lines
 from gar.training.loop import make_optimizer
-from tiny_runs import make_config, same_bits, weights
+from tiny_runs import make_config, same_bits, small_file_system, weights
 
 FORK = multiprocessing.get_context("fork")
 FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE)
@@ -286,17 +286,8 @@ def test_a_limit_on_file_sizes_stops_with_a_clear_error_and_keeps_the_earlier_ch
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    where = tmp_path / "disk"
-    where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.SubprocessError):
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with small_file_system(tmp_path / "disk", "1m") as where:
         yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
 
 
 def fill_disk(path: Path, spare: int) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import random
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import BertConfig, BertModel, BertTokenizer
@@ -117,3 +121,18 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def small_file_system(where: Path, size: str) -> Iterator[Path]:
+    """A file system that is soon full, mounted at ``where``; skips the test where that is not allowed."""
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)

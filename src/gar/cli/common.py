@@ -31,6 +31,10 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Configuration overrides, e.g. optimizer.updates=500 method.name=gar."
     ),
 ]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")]
+MixtureOption = Annotated[
+    str | None, typer.Option(help="A YAML file, mixture or preset; default: the run's own mixture.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DataDirOption = Annotated[

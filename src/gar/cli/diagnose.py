@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gar.cli.common import DataDirOption, DeviceOption, NoCacheOption
+from gar.cli.common import DataDirOption, DeviceOption, MixtureOption, NoCacheOption, RunArgument
 from gar.cli.evaluate import load_run
 from gar.diagnostics import MINIMUM_COUNT, TOP, gradient_shares, write
 from gar.diagnostics import diagnose as diagnose_model
@@ -39,10 +39,8 @@ ROUTING = {
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")],
-    mixture: Annotated[
-        str | None, typer.Option(help="A YAML file, mixture or preset; default: the run's own mixture.")
-    ] = None,
+    run: RunArgument,
+    mixture: MixtureOption = None,
     device: DeviceOption = None,
     data_dir: DataDirOption = None,
     no_cache: NoCacheOption = False,

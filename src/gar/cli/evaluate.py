@@ -11,7 +11,15 @@ import typer
 from rich.console import Console
 
 from gar import config as configuration
-from gar.cli.common import DataDirOption, DeviceOption, NoCacheOption, model_directory, result_table
+from gar.cli.common import (
+    DataDirOption,
+    DeviceOption,
+    MixtureOption,
+    NoCacheOption,
+    RunArgument,
+    model_directory,
+    result_table,
+)
 from gar.config import CacheConfig, Config
 from gar.data import Mixture, load_mixture
 from gar.errors import UserError, one_of
@@ -24,10 +32,8 @@ FORMATS = ("table", "json")
 
 
 def evaluate_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")],
-    mixture: Annotated[
-        str | None, typer.Option(help="A YAML file, mixture or preset; default: the run's own mixture.")
-    ] = None,
+    run: RunArgument,
+    mixture: MixtureOption = None,
     device: DeviceOption = None,
     data_dir: DataDirOption = None,
     no_cache: NoCacheOption = False,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gar.cli.common import DeviceOption, model_directory
+from gar.cli.common import DeviceOption, RunArgument, model_directory
 from gar.data.files import open_table
 from gar.data.rows import read_texts
 from gar.errors import UserError, one_of
@@ -24,7 +24,7 @@ FORMATS = ("table", "json", "jsonl", "csv")
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")],
+    run: RunArgument,
     texts: Annotated[
         list[str] | None, typer.Argument(help="Texts; for a task on pairs: first second first second …")
     ] = None,
