@@ -222,22 +222,14 @@ def test_padding_among_token_groups_is_not_counted() -> None:
         same(seen(groups), seen(groups.masked_fill(~problem.mask, -1)))
 
 
-@pytest.mark.parametrize("bank", list(BANKS))
-@pytest.mark.parametrize("tokens", [None, 4])
-def test_the_experts_parts_add_up(bank: str, tokens: int | None) -> None:
-    problem = make_problem(bank, "shuffled", tokens)
-    losses, observed = problem.run()
-    experts = problem.bank.experts
-    parts = [
-        observed.site.expert_group_gradients(problem.groups, problem.weight, e) for e in range(experts.count)
-    ]
-    same(torch.stack(parts).sum(0), observed.group_gradients(problem.groups, problem.weight))
-    losses = problem.group_losses(call(problem.bank, problem.x, problem.mask, problem.keep)[0])
-    slots = [getattr(experts, slot) for slot in experts.slots]
-    for m, loss in enumerate(losses):
-        own = torch.autograd.grad(loss, slots, retain_graph=True)
-        for e, part in enumerate(parts):
-            same(part[m], torch.cat([grad[e].flatten() for grad in own]))
+def test_gradients_that_were_not_asked_for_are_refused() -> None:
+    problem = make_problem("lora")
+    with gar.observe(problem.bank, gradients=False) as observed:
+        output, _ = call(problem.bank, problem.x, problem.mask, problem.keep)
+        output.square().sum().backward()
+    assert observed.group_probabilities(problem.groups).shape[1] == problem.bank.experts.count
+    with pytest.raises(RuntimeError, match="gradients=False"):
+        observed.group_gradients(problem.groups, problem.weight)
 
 
 @pytest.mark.parametrize("bank", ["lora dropout", "lora dropout per expert", "lora top-1"])
@@ -649,7 +641,6 @@ def test_reading_under_autocast_still_accumulates_in_float32(bank: str) -> None:
         return [
             observed.group_gradients(groups, weight),
             observed.group_gram(groups, weight),
-            observed.site.expert_group_gradients(groups, weight, 0),
             observed.group_probabilities(groups).detach(),
         ]
 

@@ -208,13 +208,6 @@ class SiteObservation:
             flats = (grad.flatten(1) for _, grad in self._slot_gradients(groups, group_weight))
             return sum((flat @ flat.T for flat in flats), start=torch.zeros((), device=group_weight.device))
 
-    def expert_group_gradients(self, groups: Tensor, group_weight: Tensor, expert: int) -> Tensor:
-        """The part of one expert in :meth:`group_gradients`, [M, d] (gradient probe, section 6)."""
-        call = self._call()
-        with self._full_precision():
-            slots = self._grouped(call, self.bank.experts.expert_factors(call, expert), groups, group_weight)
-            return torch.cat([grad.flatten(1) for _, grad in slots], dim=1)
-
     def output_gradient(self, loss: Tensor) -> Tensor:
         """``d loss / d y`` at the gated expert sum y, before the backward and leaving the graph whole."""
         record = self._record
@@ -252,6 +245,8 @@ class SiteObservation:
     def _call(self) -> Call:
         record = self._record
         record.require_forward()
+        if not record.factors:
+            raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
         if record.backwards != 1 or record.delta is None:
             raise RuntimeError(
                 f"{record.backwards} backward passes ran inside the observe block; "

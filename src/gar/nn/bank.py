@@ -59,10 +59,6 @@ class Experts(nn.Module):
         """Factors of the common-template gradient, one entry a slot; the sum over experts comes first."""
         raise NotImplementedError
 
-    def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
-        """Factors of one expert's own gradient (for diagnostics)."""
-        raise NotImplementedError
-
     def bias_proxies(self, delta: Tensor) -> Tensor:
         """``scale * B_e^T delta`` [..., E, r]: virtual-bias gradient blocks without the gate (STGC)."""
         raise NotImplementedError(f"{type(self).__name__} has no virtual-bias proxies")

@@ -75,30 +75,19 @@ class FFNExperts(Experts):
         )
 
     def factors(self, call: Call) -> dict[str, Factors]:
-        units, experts, counts = _pairs(call.active)
-        return self._slot_factors(call, slice(None), units, experts, counts)
-
-    def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
-        units, experts, counts = _pairs(call.active)
-        start = sum(counts[:expert])
-        own = slice(start, start + counts[expert])  # pairs are sorted by expert
-        return self._slot_factors(call, own, units[own], experts[own], counts[expert : expert + 1])
-
-    def _slot_factors(
-        self, call: Call, pairs: slice, units: Tensor, experts: Tensor, counts: list[int]
-    ) -> dict[str, Factors]:
         # W2: delta (sum_e pi_e h_e)^T; W1: (sum_e dpre_e) x^T; biases without the right factor.
         assert call.hidden is not None
         assert call.hidden_grad is not None
         shape = call.gates.shape[:-1]
+        units, experts, counts = _pairs(call.active)
         weight = accurate(call.gates).flatten(0, -2)[units, experts].unsqueeze(-1)
 
         def summed(values: Tensor) -> Tensor:
             return _add_up(values, units, counts, shape.numel()).reshape(*shape, -1)
 
         x, delta = accurate(call.x), accurate(call.delta)
-        dpre = summed(accurate(call.hidden_grad[pairs]))
-        mixed = summed(weight * accurate(call.hidden[pairs]))
+        dpre = summed(accurate(call.hidden_grad))
+        mixed = summed(weight * accurate(call.hidden))
         slots = {"W1": Factors(dpre, x), "W2": Factors(delta, mixed)}
         if self.b1 is not None:
             slots |= {"b1": Factors(dpre, None), "b2": Factors(delta * summed(weight), None)}

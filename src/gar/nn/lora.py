@@ -53,14 +53,6 @@ class LoRAExperts(Experts):
             return {"A": Factors(down.flatten(1, 2), x.flatten(1, 2)), "B": second}
         return {"A": Factors(down.sum(-2), x), "B": second}
 
-    def expert_factors(self, call: Call, expert: int) -> dict[str, Factors]:
-        x, (up, down) = accurate(call.x), self._low(call)
-        x = x[..., expert, :] if x.dim() > call.gates.dim() else x
-        return {
-            "A": Factors(down[..., expert, :], x),
-            "B": Factors(accurate(call.delta), up[..., expert, :]),
-        }
-
     def _low(self, call: Call) -> tuple[Tensor, Tensor]:
         """``s pi_e A_e x`` and ``s pi_e B_e^T delta``, both [B, L, E, r], from what the passes computed."""
         assert call.hidden is not None
