@@ -16,13 +16,13 @@ from transformers import AutoModel
 from gar.config import CacheConfig
 from gar.data.batches import Updates
 from gar.errors import UserError
+from gar.features.sources import RawSource
 from gar.methods import GAR
-from gar.model import MultiTaskModel, SiteState, evaluating
-from gar.sites import ARCHITECTURES, architecture, pool
-from gar.training.sources import RawSource
-from gar.training.step import UpdateOptions, run_update
-from tiny import relative_error
-from tiny_backbones import (
+from gar.model.architecture import ARCHITECTURES, architecture, pool
+from gar.model.multitask import MultiTaskModel, SiteState, evaluating
+from gar.training.updater import UpdateOptions, run_update
+from support.tiny import relative_error
+from support.tiny_backbones import (
     DECODERS,
     KINDS,
     SITES,
@@ -455,7 +455,7 @@ def test_other_architectures_are_refused(
 ) -> None:
     from transformers import AutoConfig
 
-    from tiny_backbones import make_tokenizer
+    from support.tiny_backbones import make_tokenizer
 
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = AutoConfig.for_model(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import oracles
 from gar.data.batches import Group, Updates, passes, split
 from gar.errors import UserError
+from support import oracles
 
 NAMES = ["large", "small", "tiny"]
 SIZES = [70, 19, 5]

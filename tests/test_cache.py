@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_runs
 from gar.config import CacheConfig, Config
-from gar.data import cache
-from gar.data.cache import Features, Writer, key_of, open_or_build
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
-from gar.evaluation import evaluate
-from gar.model import MultiTaskModel
+from gar.evaluation.measure import evaluate
+from gar.features import cache
+from gar.features.cache import Features, Writer, key_of, open_or_build
+from gar.features.sources import CachedSource, RawSource, make_source, make_sources, prefix_facts, tokenized
+from gar.model.multitask import MultiTaskModel
 from gar.training import fit
-from gar.training.sources import CachedSource, RawSource, make_source, make_sources, prefix_facts, tokenized
-from tiny_runs import largest_difference, make_config, small_file_system, weights
+from support import tiny_runs
+from support.tiny_runs import largest_difference, make_config, small_file_system, weights
 
 FACTS = {"backbone": "abc", "site": "lora_ffn"}
 TOKENS = TokenizedSplit(
@@ -183,7 +183,7 @@ def test_another_library_version_has_another_entry(
     world: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     before = key(make_config(world))
-    monkeypatch.setattr(f"gar.training.sources.{library}.__version__", "0.0.1")
+    monkeypatch.setattr(f"gar.features.sources.{library}.__version__", "0.0.1")
     assert key(make_config(world)) != before
 
 

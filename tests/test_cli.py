@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-import tiny_runs
 from gar.cli.app import VERBS, run
+from support import tiny_runs
 
 FINISHED = ("method.name=gar", "optimizer.updates=40", "optimizer.learning_rate=0.03")
 FIRST, SECOND = "w1 w2 w3", "w11 w14"
@@ -83,7 +83,7 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture[str], verb: str) -> N
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?\n", capsys.readouterr().out)
 
 
 def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

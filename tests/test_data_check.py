@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-import gar.backbone
+import gar.model.backbone
 from gar.cli.data import app
 from gar.data import Split, cache_root, encode_lengths, load
 from gar.errors import UserError
@@ -36,7 +36,7 @@ def word_tokenizer(pair_form=True):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    monkeypatch.setattr(gar.backbone, "load_tokenizer", lambda config: word_tokenizer())
+    monkeypatch.setattr(gar.model.backbone, "load_tokenizer", lambda config: word_tokenizer())
     long = "word " * 30
     (tmp_path / "train.csv").write_text(f"review,mood\none two,good\nthree,bad\n{long},bad\n")
     (tmp_path / "dev.csv").write_text("review,mood\none two,good\nfour,bad\n")

@@ -14,16 +14,16 @@ import torch
 import yaml
 
 import gar
+from gar import report
 from gar.cli.app import run as gar_command
 from gar.config import CacheConfig
 from gar.data import Mixture, Split, Task
 from gar.data.tokenize import tokenize_split
-from gar.diagnostics import collapse_notes, diagnose, gradient_shares, most_lifted, readable_token
-from gar.evaluation import evaluate
-from gar.experiments import figures, report
-from gar.experiments.report import tables
-from gar.model import MultiTaskModel
-from tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
+from gar.evaluation.diagnosis import collapse_notes, diagnose, gradient_shares, most_lifted, readable_token
+from gar.evaluation.measure import evaluate
+from gar.model.multitask import MultiTaskModel
+from gar.report import figures, tables
+from support.tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
 
 UNCACHED = CacheConfig(enabled=False)
 LABELS = {"mood": ("bad", "good"), "same": ("no", "maybe", "yes")}

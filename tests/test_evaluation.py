@@ -16,15 +16,15 @@ from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 from torch import Tensor
 
 import gar
-import oracles
 from gar.config import CacheConfig, EvaluationConfig, build
 from gar.data import Mixture, Split, Task
 from gar.errors import UserError
-from gar.evaluation import EvaluationFailure, _grams, evaluate
-from gar.model import MultiTaskModel
-from gar.training.history import History, read_lines
+from gar.evaluation.measure import EvaluationFailure, _grams, evaluate
+from gar.model.multitask import MultiTaskModel
+from gar.runs.history import History, read_lines
 from gar.training.loop import fit
-from tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
+from support import oracles
+from support.tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
 
 UNCACHED = CacheConfig(enabled=False)
 PLACES = [("lora_ffn", False), ("full_ffn", True), ("lora_head", True)]
@@ -303,7 +303,7 @@ def test_batches_of_the_forward_do_not_matter(directory: str) -> None:
 
 def test_gram_matrices_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = [torch.randn(3, 10, dtype=torch.float64) for _ in range(2)]
-    monkeypatch.setattr("gar.evaluation.BLOCK", 4)
+    monkeypatch.setattr("gar.evaluation.measure.BLOCK", 4)
     probe = _grams(gradients)
     stacked = torch.stack(gradients)
     np.testing.assert_allclose(probe.norms, stacked.norm(dim=-1), 1e-12)
@@ -361,8 +361,8 @@ def test_evaluating_between_updates_changes_nothing(
 
 
 def test_trajectories_hold_the_ten_panels(directory: str, tmp_path: Any) -> None:
-    from gar.experiments import figures
-    from gar.experiments.results import METRICS
+    from gar.report import figures
+    from gar.report.results import METRICS
 
     mixture = make_mixture("first", "second")
     for seed in (0, 1):
@@ -413,5 +413,5 @@ def test_a_task_without_a_head_is_refused(directory: str) -> None:
 
 def test_may_be_the_first_import() -> None:
     subprocess.run(
-        [sys.executable, "-c", "import gar.diagnostics"], check=True
+        [sys.executable, "-c", "import gar.evaluation.diagnosis"], check=True
     )  # evaluation first, then training

@@ -23,15 +23,15 @@ import pytest
 import torch
 import yaml
 
-import tiny_runs
 from gar.cli import main
 from gar.config import Config
 from gar.errors import UserError
-from gar.model import MultiTaskModel
+from gar.model.multitask import MultiTaskModel
+from gar.runs.history import read_lines
 from gar.training import Hooks, Interrupted, checkpoint, train_from_config
-from gar.training.history import read_lines
 from gar.training.loop import make_optimizer
-from tiny_runs import make_config, same_bits, small_file_system, weights
+from support import tiny_runs
+from support.tiny_runs import make_config, same_bits, small_file_system, weights
 
 FORK = multiprocessing.get_context("fork")
 FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE)
@@ -347,7 +347,7 @@ def test_a_history_that_cannot_be_written_is_one_clear_error(
     def no_space(self: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    monkeypatch.setattr("gar.training.history.History.flush", no_space)
+    monkeypatch.setattr("gar.runs.history.History.flush", no_space)
     with pytest.raises(UserError, match=r"history\.jsonl: No space left on device; complete files are kept"):
         train_from_config(make_config(world), tmp_path / "run")
 

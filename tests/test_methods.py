@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import gar
-import oracles
 from gar.config import build
 from gar.errors import UserError
 from gar.methods import (
@@ -39,7 +38,8 @@ from gar.methods.rows import GradientCombination
 from gar.methods.stgc import conflicts
 from gar.methods.update import GroupWeights, Pass, Update
 from gar.nn import RoutedFFN, RoutedLoRA, expert_banks
-from tiny import (
+from support import oracles
+from support.tiny import (
     Batch,
     Gradients,
     Tiny,
@@ -864,10 +864,12 @@ ELSEWHERE = sorted(
     path
     for part in (
         "training",
-        "model.py",
-        "evaluation.py",
+        "model",
+        "evaluation",
+        "features",
+        "runs",
         "data",
-        "observation.py",
+        "observation",
         "nn",
         "routing.py",
         "metrics",

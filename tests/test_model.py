@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel
 
-from gar.backbone import fingerprint
 from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.errors import UserError
-from gar.model import MultiTaskModel, Output, SiteState, TaskInfo, length_bucketed
+from gar.model.backbone import fingerprint
+from gar.model.multitask import MultiTaskModel, Output, SiteState, TaskInfo, length_bucketed
 from gar.routing import Routing
-from gar.training.step import example_losses
-from tiny import relative_error
-from tiny_backbones import (
+from gar.training.updater import example_losses
+from support.tiny import relative_error
+from support.tiny_backbones import (
     KINDS,
     MAX_LENGTH,
     SENTENCES,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import oracles
 from gar.nn import RoutedExperts, RoutedFFN, RoutedHead, RoutedLoRA, expert_banks
-from tiny import randomize, twin_experts, twin_gates
+from support import oracles
+from support.tiny import randomize, twin_experts, twin_gates
 
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
 IDS = ["float64", "float32"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gar
-import oracles
+from support import oracles
 
 SHAPES = [(1, 1, 3), (1, 4, 3), (6, 1, 5), (5, 3, 7), (9, 2, 4), (3, 8, 2), (16, 4, 30), (40, 3, 5)]
 VARIANTS: list[dict[str, Any]] = [{}, {"normalize": False}, {"eps": 0.5}]

@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gar
-import oracles
 from gar.nn import Factors, RoutedExperts, RoutedFFN, RoutedLoRA
-from gar.observation import Grouping, Observed
-from tiny import randomize, relative_error, twin_experts, twin_gates
+from gar.observation.observe import Grouping, Observed
+from support import oracles
+from support.tiny import randomize, relative_error, twin_experts, twin_gates
 
 D = 5
 

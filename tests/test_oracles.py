@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-import oracles
+from support import oracles
 
 EPS = 1e-8
 

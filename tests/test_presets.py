@@ -19,8 +19,9 @@ from gar import config as configuration
 from gar.cli.app import run
 from gar.data import find_task, registry
 from gar.errors import UserError
-from gar.experiments import paper, presets
 from gar.methods import stgc
+from gar.presets import catalogue as presets
+from gar.presets import paper
 
 SELECTED = paper.configs()
 SWEEP = [name for name in presets.names() if name.startswith("paper/lambda_sweep/")]
@@ -29,7 +30,7 @@ OWN = [name for name in presets.names() if not name.startswith("paper/")]
 
 def packaged(name):
     """A table once more, without the readers under test."""
-    text = resources.files("gar.experiments.paper").joinpath(name).read_text(encoding="utf-8")
+    text = resources.files("gar.presets.paper").joinpath(name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
 
@@ -592,8 +593,7 @@ def test_names_on_the_page_exist(page):
     for preset in re.findall(r"paper/\w+/\w+/\w+\b(?!/)", page):
         assert presets.is_preset(preset), preset
     suites = {
-        path.name.removesuffix(".yaml")
-        for path in resources.files("gar.experiments").joinpath("suites").iterdir()
+        path.name.removesuffix(".yaml") for path in resources.files("gar.sweeps").joinpath("suites").iterdir()
     }
     mentioned = set(re.findall(r"gar sweep (\w+)|`(paper_\w+)`", page))
     assert {a or b for a, b in mentioned} <= suites
@@ -609,7 +609,7 @@ def test_packaged_files_are_in_the_wheel():
     globs = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]["gar"]
     root = Path(presets.__file__).parents[1]
     covered = {path for glob in globs for path in root.glob(glob)}
-    folder = root / "experiments"
-    data = [folder / "presets.yaml", *(folder / "paper").glob("*.csv"), *(folder / "paper").glob("*.yaml")]
+    folder = root / "presets"
+    data = [folder / "own.yaml", *(folder / "paper").glob("*.csv"), *(folder / "paper").glob("*.yaml")]
     assert len(data) == 11
     assert set(data) <= covered

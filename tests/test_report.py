@@ -14,10 +14,10 @@ import pytest
 
 from gar.cli.app import run as gar
 from gar.errors import UserError
-from gar.experiments import figures, presets
-from gar.experiments.figures_style import svg
-from gar.experiments.report import write
-from gar.experiments.results import load
+from gar.presets import catalogue as presets
+from gar.report import figures, write
+from gar.report.results import load
+from gar.report.style import svg
 from test_report_runs import write_run, write_sweep
 
 NASTY = "<script>alert(1)</script> & 50%_ü $x$ {y} \\z | 漢"

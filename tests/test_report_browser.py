@@ -13,8 +13,8 @@ import subprocess
 import matplotlib.image
 import pytest
 
-from gar.experiments.report import write
-from gar.experiments.results import load
+from gar.report import write
+from gar.report.results import load
 from test_report import read
 from test_report_runs import write_run
 

@@ -14,7 +14,7 @@ import yaml
 from gar import metrics
 from gar.config import build
 from gar.errors import UserError
-from gar.experiments.results_reading import FAILED, FINISHED, RUNNING, UNREADABLE, find_runs, read_run
+from gar.runs.reading import FAILED, FINISHED, RUNNING, UNREADABLE, find_runs, read_run
 
 TASKS = {
     "five": ["qnli", "boolq", "rte", "paws", "wic"],

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 from gar.errors import UserError
-from gar.experiments import paper
-from gar.experiments.results import METRICS, Results, load
-from gar.experiments.results_reading import FAILED
+from gar.presets import paper
+from gar.report.results import METRICS, Results, load
+from gar.runs.reading import FAILED
 from test_report_runs import TASKS, write_run, write_sweep
 
 ACCURACIES = {  # (mixture, method, seed): macro accuracy

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import gar
-import oracles
 from gar.routing import Router, mean_over_tokens, select
+from support import oracles
 
 LOGITS = {
     "units": torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),

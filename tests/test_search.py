@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 from gar import config as configuration
+from gar.data.probe import probe_mixture, probe_task
 from gar.data.task import Mixture, Split, Task
 from gar.errors import UserError
-from gar.experiments import paper, store
-from gar.experiments.executors import Event, Job, LocalExecutor
-from gar.experiments.probe import probe_mixture, probe_task
-from gar.experiments.search import (
+from gar.presets import paper
+from gar.runs.files import read_json
+from gar.sweeps.executors import Event, Job, LocalExecutor
+from gar.sweeps.search import (
     Budget,
     Coordinate,
     Found,
@@ -30,7 +31,7 @@ from gar.experiments.search import (
     search_method,
     space,
 )
-from gar.experiments.trials import TrialError, run_trials
+from gar.sweeps.trials import TrialError, run_trials
 from test_sweep import PRETENDER, StandIn, quiet, tiny_base
 
 Tree = dict[str, Any]
@@ -306,7 +307,7 @@ def test_non_finite_candidates_are_worst_and_reported(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "search.json").read_text())
     assert set(report["non_finite"]) == set(found.problems)
     for key in found.problems:
-        record = store.read_json(tmp_path / "candidates" / f"{key}.json")
+        record = read_json(tmp_path / "candidates" / f"{key}.json")
         assert record is not None
         assert record["score"] is None
     with pytest.raises(UserError, match="every candidate became non-finite"):

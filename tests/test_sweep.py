@@ -31,12 +31,17 @@ from typer.testing import CliRunner
 from gar.cli import sweep as cli
 from gar.config import build
 from gar.errors import UserError
-from gar.experiments import store
-from gar.experiments.executors import Event, Job, LocalExecutor, StopSignals, describe_exit, drive
-from gar.experiments.progress import View
-from gar.experiments.store import State
-from gar.experiments.suite import Suite, build_suite
-from gar.experiments.sweep import hold, make_plan, read_status, run_sweep
+from gar.runs.directory import write_failure
+from gar.runs.files import read_json, write_json
+from gar.runs.names import CHECKPOINTS, CONFIG, FAILURE, RESULT
+from gar.runs.packing import pack, unpack
+from gar.runs.state import State, state_of
+from gar.runs.stopping import StopSignals
+from gar.sweeps import store
+from gar.sweeps.executors import Event, Job, LocalExecutor, describe_exit, drive
+from gar.sweeps.progress import View
+from gar.sweeps.suite import Suite, build_suite
+from gar.sweeps.sweep import hold, make_plan, read_status, run_sweep
 from gar.training import train_from_config
 
 Tree = dict[str, Any]
@@ -135,14 +140,14 @@ class StandIn:
 
 
 def finish(job: Job) -> Event:
-    (job.out / store.CONFIG).write_text(yaml.safe_dump(job.config))
-    store.write_json(job.out / store.RESULT, {"accuracy": {"macro": 0.5}})
+    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
+    write_json(job.out / RESULT, {"accuracy": {"macro": 0.5}})
     return Event(job, "finished", {"accuracy": 0.5, "seconds": 2.0})
 
 
 def fail(job: Job, reason: str = "no luck") -> Event:
-    (job.out / store.CONFIG).write_text(yaml.safe_dump(job.config))
-    store.write_failure(job.out, "Broken", reason)
+    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
+    write_failure(job.out, "Broken", reason)
     return Event(job, "failed", {"error": "Broken", "reason": reason, "seconds": 1.0})
 
 
@@ -187,23 +192,23 @@ def test_unfinished_runs_go_on_and_failed_ones_start_anew_with_another_configura
     first, second = directories(suite, tmp_path)
     for directory, run in zip((first, second), suite.runs(), strict=True):
         store.begin(directory, run, retry=False)
-        (directory / store.CONFIG).write_text(yaml.safe_dump(run.tree()))
-        (directory / store.CHECKPOINTS / "00000002").mkdir(parents=True)
-    store.write_failure(second, "Broken", "no luck")
-    assert store.read_json(second / store.FAILURE)["checkpoint"] == "checkpoints/00000002"
+        (directory / CONFIG).write_text(yaml.safe_dump(run.tree()))
+        (directory / CHECKPOINTS / "00000002").mkdir(parents=True)
+    write_failure(second, "Broken", "no luck")
+    assert read_json(second / FAILURE)["checkpoint"] == "checkpoints/00000002"
     plan = make_plan(suite, tmp_path)
     assert (plan.states[State.UNFINISHED], plan.states[State.FAILED], plan.remaining) == (1, 1, 1)
     changed = suite.replace({"optimizer.updates": 9})
     with pytest.raises(UserError, match=r"optimizer\.updates was 3 and is 9.*expected another --out"):
         make_plan(changed, tmp_path, retry_failed=True)
-    kept = [(d / store.CHECKPOINTS).is_dir() for d in (first, second)]
+    kept = [(d / CHECKPOINTS).is_dir() for d in (first, second)]
     assert kept == [True, True]
-    (first / store.CONFIG).unlink()
+    (first / CONFIG).unlink()
     (first / store.RECORD).unlink()
     seen: list[bool] = []
 
     def look(job: Job) -> Event:
-        seen.append((job.out / store.CHECKPOINTS).is_dir() or (job.out / store.FAILURE).is_file())
+        seen.append((job.out / CHECKPOINTS).is_dir() or (job.out / FAILURE).is_file())
         return finish(job)
 
     run_sweep(make_plan(changed, tmp_path, retry_failed=True), StandIn(look, slots=1), view=quiet())
@@ -293,10 +298,10 @@ def test_a_run_travels_as_bytes(tmp_path: Path) -> None:
         "checkpoints/00000001/state.json",
     ):
         (source / name).write_text(name)
-    store.unpack(store.pack(source, model=True), tmp_path / "all")
+    unpack(pack(source, model=True), tmp_path / "all")
     assert (tmp_path / "all" / "model" / "config.json").read_text() == "model/config.json"
     assert not (tmp_path / "all" / "checkpoints").exists()
-    store.unpack(store.pack(source, model=False), tmp_path / "light")
+    unpack(pack(source, model=False), tmp_path / "light")
     assert sorted(p.name for p in (tmp_path / "light").iterdir()) == [
         "config.yaml",
         "history.jsonl",
@@ -306,7 +311,7 @@ def test_a_run_travels_as_bytes(tmp_path: Path) -> None:
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("model/../../outside", "x")
     with pytest.raises(ValueError, match="unexpected file"):
-        store.unpack(content.getvalue(), tmp_path / "evil")
+        unpack(content.getvalue(), tmp_path / "evil")
 
 
 def test_exit_statuses_in_words() -> None:
@@ -316,7 +321,7 @@ def test_exit_statuses_in_words() -> None:
 
 
 def test_out_of_memory_is_recognised() -> None:
-    from gar.experiments.worker import out_of_memory
+    from gar.sweeps.worker import out_of_memory
 
     assert out_of_memory(MemoryError())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
@@ -376,8 +381,8 @@ def test_workers_die_and_are_replaced(tmp_path: Path) -> None:
     assert reasons[0] == "the worker process was killed by SIGKILL"
     assert reasons[1] == "strange"
     assert "exit status 3" in reasons[2]
-    told = store.read_json(tmp_path / "killed-1" / store.FAILURE)
-    assert told == {"error": "Killed", "reason": reasons[0], "checkpoint": None}
+    told = read_json(tmp_path / "killed-1" / FAILURE)
+    assert told == {"error": "Killed", "reason": reasons[0], "update": None, "checkpoint": None}
     assert len({ends[f"good-{i}"].facts["accuracy"] for i in range(1, 5)}) == 4  # process ids
 
 
@@ -401,7 +406,7 @@ def test_workers_stop_when_asked(tmp_path: Path) -> None:
         "waits-1": "interrupted",
         "waits-2": "interrupted",
     }
-    assert not (tmp_path / "waits-1" / store.FAILURE).exists()
+    assert not (tmp_path / "waits-1" / FAILURE).exists()
 
 
 # ---------------------------------------------------------------------- real workers
@@ -444,9 +449,7 @@ class Sabotaged(LocalExecutor):
 
     def events(self, timeout: float) -> list[Event]:
         victim = "tiny/a+b/baseline-slow/seed-1"
-        if (process := self.process_of(victim)) and list(
-            (self.out / victim / store.CHECKPOINTS).glob("[0-9]*")
-        ):
+        if (process := self.process_of(victim)) and list((self.out / victim / CHECKPOINTS).glob("[0-9]*")):
             os.kill(process, signal.SIGKILL)
         return super().events(timeout)
 
@@ -464,12 +467,12 @@ def check_failing_sweep(out: Path, seeds: int) -> None:
     assert "/nowhere/at/all.csv: no such file" in failures["tiny/a+b/gar-slow/seed-0"]
     killed = failures["tiny/a+b/baseline-slow/seed-1"]
     assert killed.startswith("the worker process was killed by SIGKILL (last checkpoint: checkpoints/0")
-    result = store.read_json(out / "tiny/a+b/gar-plain/seed-1" / store.RESULT)
+    result = read_json(out / "tiny/a+b/gar-plain/seed-1" / RESULT)
     assert result is not None
     assert result["method"] == "gar"
     assert result["seed"] == 1
     assert not (out / "tiny/a+b/gar-plain/seed-1" / "model").exists()
-    assert not (out / "tiny/a+b/gar-plain/seed-1" / store.CHECKPOINTS).exists()
+    assert not (out / "tiny/a+b/gar-plain/seed-1" / CHECKPOINTS).exists()
 
 
 def rounded(tree: Any) -> Any:
@@ -485,8 +488,8 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     check_failing_sweep(tmp_path, seeds=2)
     # Without the sabotage they succeed; the killed one had another number of updates, so it starts anew.
     for name in read_status(tmp_path).failures:
-        (tmp_path / name / store.CONFIG).unlink(missing_ok=True)
-        shutil.rmtree(tmp_path / name / store.CHECKPOINTS, ignore_errors=True)
+        (tmp_path / name / CONFIG).unlink(missing_ok=True)
+        shutil.rmtree(tmp_path / name / CHECKPOINTS, ignore_errors=True)
     plan = make_plan(failing_suite(2), tmp_path, retry_failed=True)
     assert plan.remaining == 3
     with LocalExecutor(1, tmp_path / store.SWEEP) as executor:
@@ -496,7 +499,7 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     # agree to what the alignment of buffers leaves of float64 sums.
     run = next(r for r in failing_suite(2).runs() if r.id == "tiny/a+b/gar-slow/seed-1")
     alone = train_from_config(build(run.tree()), tmp_path / "alone")
-    swept = store.read_json(tmp_path / run.id / store.RESULT)
+    swept = read_json(tmp_path / run.id / RESULT)
     assert swept is not None
     assert rounded({**alone, "timing": 0}) == rounded({**swept, "timing": 0})
     histories = [(d / "history.jsonl").read_text() for d in (tmp_path / "alone", tmp_path / run.id)]
@@ -527,8 +530,8 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "0 finished, 0 failed, 2 to do; start again to go on" in output
     assert "stopped tiny/a+b/gar/seed-0" in errors
-    assert store.state(first) is State.UNFINISHED
-    (checkpoint,) = (first / store.CHECKPOINTS).glob("[0-9]*")
+    assert state_of(first) is State.UNFINISHED
+    (checkpoint,) = (first / CHECKPOINTS).glob("[0-9]*")
     assert int(checkpoint.name) > 0
     assert make_plan(build_suite(tree, "long", tmp_path), out).remaining == 2
 
@@ -551,8 +554,8 @@ def test_a_worker_without_coordinator_checkpoints_and_leaves(tmp_path: Path) -> 
         told = [json.loads(line) for line in process.stdout]
         assert process.wait(30) == 0
     assert told[-1]["kind"] == "interrupted"
-    assert len(list((out / store.CHECKPOINTS).glob("[0-9]*"))) == 1
-    assert store.state(out) is State.UNFINISHED
+    assert len(list((out / CHECKPOINTS).glob("[0-9]*"))) == 1
+    assert state_of(out) is State.UNFINISHED
 
 
 # ---------------------------------------------------------------------- the command line
@@ -601,7 +604,7 @@ def test_status_reads_what_a_sweep_left(tmp_path: Path) -> None:
     assert f"failed {bad}: no luck" in result.output
     tree = json.loads(invoke("status", str(tmp_path), "--format", "json").output)
     assert tree["cells"] == [{"setting": "tiny", "mixture": "a+b", "finished": 3, "failed": 1}]
-    (tmp_path / bad / store.FAILURE).unlink()
+    (tmp_path / bad / FAILURE).unlink()
     store.write_running(tmp_path, {bad: {"stage": "update", "done": 2, "total": 3}})
     assert "running tiny/a+b/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
     with pytest.raises(UserError, match="no sweep was started here"):

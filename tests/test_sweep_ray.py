@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gar.errors import UserError
-from gar.experiments import store
-from gar.experiments.executors import Event, RayExecutor
-from gar.experiments.sweep import make_plan, read_status, run_sweep
+from gar.runs.files import read_json
+from gar.runs.names import RESULT
+from gar.sweeps.executors import Event, RayExecutor
+from gar.sweeps.sweep import make_plan, read_status, run_sweep
 from test_sweep import quiet, tiny_suite
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -55,7 +56,7 @@ def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.5)
     for run in suite.runs():
-        result = store.read_json(tmp_path / run.id / store.RESULT)
+        result = read_json(tmp_path / run.id / RESULT)
         assert result is not None
         assert (result["method"], result["seed"], result["updates"]) == (
             run.tree()["method"]["name"],

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gar.errors import UserError
-from gar.experiments.suite import CHECKPOINT_EVERY, Suite, build_suite, load_suite, shipped
+from gar.sweeps.suite import CHECKPOINT_EVERY, Suite, build_suite, load_suite, shipped
 
 METHODS, MIXTURES, TASKS, SEEDS = 7, 5, 5, 5
 SHIPPED = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gar.errors import UserError
-from gar.training.tracking import TRACKERS, Tracker
+from gar.runs.tracking import TRACKERS, Tracker
 
 LINE = {
     "update": 3,

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gar.backbone import load_tokenizer
 from gar.config import BackboneConfig
 from gar.data.task import Split
 from gar.data.tokenize import CHUNK, TokenizedSplit, has_pair_form, longest_first, pad, tokenize_split
 from gar.errors import UserError
-from tiny_backbones import DECODERS, ENCODERS, KINDS, SENTENCES, Directories, make_model, word_tokenizer
+from gar.model.backbone import load_tokenizer
+from support.tiny_backbones import (
+    DECODERS,
+    ENCODERS,
+    KINDS,
+    SENTENCES,
+    Directories,
+    make_model,
+    word_tokenizer,
+)
 
 
 @pytest.fixture(scope="session")

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import oracles
-import tiny_runs
 from gar.config import Config
 from gar.data import Mixture
 from gar.data.batches import Group, Updates
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
+from gar.features.sources import make_sources, tokenized
 from gar.methods import Method, from_config
 from gar.methods.update import Pass
-from gar.model import MultiTaskModel
-from gar.training import TrainingFailure, fit, step, train
-from gar.training.history import History, read_lines
+from gar.model.multitask import MultiTaskModel
+from gar.runs.history import History, read_lines
+from gar.training import TrainingFailure, fit, train
+from gar.training import updater as step
 from gar.training.loop import warmup_factor
-from gar.training.sources import make_sources, tokenized
-from gar.training.step import UpdateOptions, broken_group, dropout_mask, run_update
-from tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
+from gar.training.updater import UpdateOptions, broken_group, dropout_mask, run_update
+from support import oracles, tiny_runs
+from support.tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
 
 NAMES = ["mood", "nli"]
 Gradients = dict[str, Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from gar.version import __version__
 
 # Resolved on first use, so that `gar --help` and `gar.alignment_loss` do not import transformers.
 _EXPORTS = {
@@ -20,16 +20,16 @@ _EXPORTS = {
     "Router": "gar.routing",
     "masked_softmax": "gar.routing",
     "straight_through": "gar.routing",
-    "observe": "gar.observation",
-    "per_group_gradients": "gar.observation",
-    "MultiTaskModel": "gar.model",
+    "observe": "gar.observation.observe",
+    "per_group_gradients": "gar.observation.observe",
+    "MultiTaskModel": "gar.model.multitask",
     "Mixture": "gar.data",
     "Task": "gar.data",
     "Config": "gar.config",
     "train": "gar.training",
-    "diagnose": "gar.diagnostics",
-    "evaluate": "gar.evaluation",
-    "results": "gar.experiments.results",
+    "diagnose": "gar.evaluation.diagnosis",
+    "evaluate": "gar.evaluation.measure",
+    "results": "gar.report.results",
 }
 _RENAMED = {"results": "load"}
 _MODULES = ("config", "data", "methods", "metrics", "nn", "training")
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from gar import data, methods, metrics, nn
     from gar.config import Config
     from gar.data import Mixture, Task
-    from gar.diagnostics import diagnose
-    from gar.evaluation import evaluate
-    from gar.experiments.results import load as results
-    from gar.model import MultiTaskModel
+    from gar.evaluation.diagnosis import diagnose
+    from gar.evaluation.measure import evaluate
+    from gar.model.multitask import MultiTaskModel
     from gar.objective import alignment_loss, association, marginal_scores
-    from gar.observation import observe, per_group_gradients
+    from gar.observation.observe import observe, per_group_gradients
+    from gar.report.results import load as results
     from gar.routing import Router, Routing, masked_softmax, straight_through
     from gar.training import train
 

@@ -369,3 +369,15 @@ def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
         if name.startswith((".", "~")) or (base / name).is_dir():
             backbone["name"] = anchored(name)
     return tree
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree's values by dotted keys.
+
+    >>> flat({"seed": 1, "optimizer": {"clip": 1.0}})
+    {'seed': 1, 'optimizer.clip': 1.0}
+    """
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values

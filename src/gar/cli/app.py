@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from gar import __version__
 from gar.errors import UserError, nearest
+from gar.version import __version__
 
 # typer brings its own click or uses the installed one, by version; its public errors lead to the classes.
 UsageError: Any = typer.BadParameter.__bases__[0]

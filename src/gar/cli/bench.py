@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from gar.cli.common import DataDirOption, DeviceOption, option_overrides
-from gar.training.run import resolve_device
+from gar.runs.environment import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure update times on this machine; prints Markdown tables.")
 print_line = Console(soft_wrap=True, highlight=False, markup=False).print
@@ -25,7 +25,7 @@ def step(
 ) -> None:
     """Update time of Baseline, GAR one_pass and GAR per_group, cached and uncached, as ratios to Baseline."""
     from gar.errors import one_of
-    from gar.experiments.bench import ARCHITECTURES, machine, step_table
+    from gar.training.benchmark import ARCHITECTURES, machine, step_table
 
     names = model or ["minilm", "facebookai/roberta-base"]
     for name in names:
@@ -59,8 +59,8 @@ def presets(
     import torch
 
     from gar.data.load import resolve
-    from gar.experiments.bench import machine, one_update
-    from gar.experiments.presets import find, names
+    from gar.presets.catalogue import find, names
+    from gar.training.benchmark import machine, one_update
 
     where = resolve_device(device or "auto")
     print_line(", ".join(f"{key} {value}" for key, value in machine(where).items()) + "\n")
@@ -92,8 +92,8 @@ def methods(
 ) -> None:
     """A short real run of every site, gate and method: first and last loss, step time, peak memory."""
     from gar.data import load_mixture
-    from gar.experiments.bench import every_combination, machine
-    from gar.experiments.presets import resolve_config
+    from gar.presets.catalogue import resolve_config
+    from gar.training.benchmark import every_combination, machine
 
     config = resolve_config(mixture, option_overrides(data_dir=data_dir))
     data = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)

@@ -21,8 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from gar.diagnostics import collapse_notes
 from gar.errors import UserError
+from gar.evaluation.diagnosis import collapse_notes
 from gar.training import Hooks
 
 Overrides = Annotated[

@@ -66,7 +66,9 @@ def check(
     The first mistake in the data ends it, with one line that names the file and the row.
     """
     config = _config(what, [*(overrides or []), *([f"data_dir={json.dumps(data_dir)}"] if data_dir else [])])
-    from gar.backbone import load_tokenizer  # transformers takes a while; mistakes in the data come first
+    from gar.model.backbone import (
+        load_tokenizer,  # transformers takes a while; mistakes in the data come first
+    )
 
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     max_length = config.backbone.max_length

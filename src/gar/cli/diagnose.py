@@ -16,10 +16,11 @@ from rich.text import Text
 
 from gar.cli.common import DataDirOption, DeviceOption, MixtureOption, NoCacheOption, RunArgument
 from gar.cli.evaluate import load_run
-from gar.diagnostics import MINIMUM_COUNT, TOP, gradient_shares, write
-from gar.diagnostics import diagnose as diagnose_model
 from gar.errors import one_of
-from gar.experiments.results_reading import seen_name
+from gar.evaluation.diagnosis import MINIMUM_COUNT, TOP, gradient_shares
+from gar.evaluation.diagnosis import diagnose as diagnose_model
+from gar.report.diagnosis import write_diagnosis
+from gar.runs.reading import seen_name
 
 FORMATS = ("table", "json")
 COLUMNS = 12  # experts side by side
@@ -70,7 +71,7 @@ def diagnose(
         top=top,
         minimum_count=minimum_count,
     )
-    written = write(diagnosis, out) if out is not None else {}
+    written = write_diagnosis(diagnosis, out) if out is not None else {}
     if output == "json":
         print(json.dumps(diagnosis, indent=2, ensure_ascii=False))
         return

@@ -21,12 +21,13 @@ from gar.cli.common import (
     result_table,
 )
 from gar.config import CacheConfig, Config
-from gar.data import Mixture, load_mixture
+from gar.data import Mixture, load_mixture, majority_shares
 from gar.errors import UserError, one_of
-from gar.evaluation import evaluate
-from gar.experiments.presets import resolve_config
-from gar.model import MultiTaskModel
-from gar.training.run import CONFIG, majority_shares, resolve_device
+from gar.evaluation.measure import evaluate
+from gar.model.multitask import MultiTaskModel
+from gar.presets.catalogue import resolve_config
+from gar.runs.environment import resolve_device
+from gar.runs.names import CONFIG
 
 FORMATS = ("table", "json")
 

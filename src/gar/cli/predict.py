@@ -17,8 +17,8 @@ from gar.cli.common import DeviceOption, RunArgument, model_directory
 from gar.data.files import open_table
 from gar.data.rows import read_texts
 from gar.errors import UserError, one_of
-from gar.model import MultiTaskModel, TaskInfo
-from gar.training.run import resolve_device
+from gar.model.multitask import MultiTaskModel, TaskInfo
+from gar.runs.environment import resolve_device
 
 FORMATS = ("table", "json", "jsonl", "csv")
 

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from gar.errors import UserError
-from gar.experiments import presets
-from gar.experiments.presets import Preset
+from gar.presets import catalogue as presets
+from gar.presets.catalogue import Preset
 
 app = typer.Typer(no_args_is_help=True, help="The paper's configurations, and our own, as named presets.")
 

@@ -20,10 +20,10 @@ from gar.cli.common import (
     read_result,
     result_table,
 )
-from gar.data import load_mixture
+from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
+from gar.runs.names import RESULT
 from gar.training import train_from_config
-from gar.training.run import RESULT, majority_shares
 
 METHODS = ("baseline", "gar")
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
@@ -45,7 +45,7 @@ def quickstart(
     """
     console = Console()
     console.print(NOTICE, style="dim", soft_wrap=True)
-    with resources.as_file(resources.files("gar.experiments") / "quickstart.yaml") as path:
+    with resources.as_file(resources.files("gar.presets") / "quickstart.yaml") as path:
         base = configuration.load(path, [*(overrides or []), *option_overrides(seed, device)])
     results = []
     mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)

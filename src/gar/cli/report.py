@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gar.experiments import report as reporting
-from gar.experiments.results import METRICS, Results, load
-from gar.experiments.results_reading import RUNNING
+from gar import report as reporting
+from gar.report.results import METRICS, Results, load
+from gar.runs.reading import RUNNING
 
 COLUMNS = ("load_variance", "utilization", "gradient_mass_purity")
 

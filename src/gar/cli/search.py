@@ -14,15 +14,16 @@ from rich.table import Table
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
 from gar.errors import UserError
-from gar.experiments.executors import LocalExecutor, StopSignals
-from gar.experiments.presets import resolve_config
-from gar.experiments.progress import View
-from gar.experiments.search import Budget, Found, space
-from gar.experiments.search import search as search_methods
-from gar.experiments.store import SWEEP
-from gar.experiments.suite import Suite, load_suite, shipped
-from gar.experiments.sweep import hold
-from gar.experiments.trials import TrialError, evaluator
+from gar.presets.catalogue import resolve_config
+from gar.runs.stopping import StopSignals
+from gar.sweeps.executors import LocalExecutor
+from gar.sweeps.progress import View
+from gar.sweeps.search import Budget, Found, space
+from gar.sweeps.search import search as search_methods
+from gar.sweeps.store import SWEEP
+from gar.sweeps.suite import Suite, load_suite, shipped
+from gar.sweeps.sweep import hold
+from gar.sweeps.trials import TrialError, evaluator
 
 Bases = Callable[[str], dict[str, Any]]
 #: Path of a comparison below --out, its methods, and the configuration of each method.

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from gar.experiments.executors import LocalExecutor, RayExecutor, available_cores
-from gar.experiments.progress import duration
-from gar.experiments.store import SWEEP, State
-from gar.experiments.suite import load_suite, shipped
-from gar.experiments.sweep import Plan, Status, make_plan, read_status, run_sweep
+from gar.runs.state import State
+from gar.sweeps.executors import LocalExecutor, RayExecutor, available_cores
+from gar.sweeps.progress import duration
+from gar.sweeps.store import SWEEP
+from gar.sweeps.suite import load_suite, shipped
+from gar.sweeps.sweep import Plan, Status, make_plan, read_status, run_sweep
 
 
 class RunByDefault(TyperGroup):

@@ -19,11 +19,11 @@ from gar.cli.common import (
     progress_hooks,
     result_table,
 )
-from gar.data import load_mixture
+from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
-from gar.experiments.presets import resolve_config
+from gar.presets.catalogue import resolve_config
+from gar.runs.names import CONFIG
 from gar.training import train_from_config
-from gar.training.run import CONFIG, majority_shares
 
 
 def train(

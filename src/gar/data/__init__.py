@@ -4,10 +4,19 @@
 configuration names. Every mistake in the data is one :class:`~gar.errors.UserError` line.
 """
 
-from gar.data.describe import SplitReport, TaskReport, describe_mixture, encode_lengths, label_counts, overlap
+from gar.data.describe import (
+    SplitReport,
+    TaskReport,
+    describe_mixture,
+    encode_lengths,
+    label_counts,
+    majority_shares,
+    overlap,
+)
 from gar.data.load import load, load_mixture, load_task
 from gar.data.paths import cache_root
 from gar.data.permutation import fixed_permutation
+from gar.data.probe import probe_mixture, probe_task
 from gar.data.registry import RegisteredTask, find_mixture, find_task, registry
 from gar.data.task import Mixture, Split, Task
 
@@ -28,6 +37,9 @@ __all__ = [
     "load",
     "load_mixture",
     "load_task",
+    "majority_shares",
     "overlap",
+    "probe_mixture",
+    "probe_task",
     "registry",
 ]

@@ -70,6 +70,14 @@ def label_counts(task: Task, split: Split) -> dict[str, int]:
     return {name: int(count) for name, count in zip(task.labels, counts, strict=True)}
 
 
+def majority_shares(mixture: Mixture) -> dict[str, float]:
+    """Per task, the accuracy of always answering the most frequent validation label."""
+    return {
+        task.name: float(np.bincount(task.validation.labels).max() / len(task.validation))
+        for task in mixture.tasks
+    }
+
+
 def _describe(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, max_length: int) -> SplitReport:
     lengths = encode_lengths(tokenizer, split)
     return SplitReport(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gar.methods.base import Method
 from gar.methods.update import Pass, Site
-from gar.observation import mean_over_units
+from gar.observation.observe import mean_over_units
 
 
 class SwitchAux(Method):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gar.nn.bank import RoutedExperts
-from gar.observation import Grouping, Observed, SiteObservation, per_group_gradients
+from gar.observation.observe import Grouping, Observed, SiteObservation, per_group_gradients
 from gar.routing import Routing
 
 

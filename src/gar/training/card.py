@@ -6,7 +6,7 @@ from typing import Any
 
 from gar.config import Config
 from gar.data.task import Mixture
-from gar.model import MultiTaskModel
+from gar.model.multitask import MultiTaskModel
 
 
 def model_card(model: MultiTaskModel, config: Config, mixture: Mixture, result: dict[str, Any]) -> str:

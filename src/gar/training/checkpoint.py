@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gar.data.cache import checksum
 from gar.errors import UserError
-from gar.model import MultiTaskModel
-from gar.training.files import sync
+from gar.model.multitask import MultiTaskModel
+from gar.runs.directory import checkpoints
+from gar.runs.files import checksum, sync
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -60,8 +60,8 @@ def save(
             f"{target}: the checkpoint could not be written ({reason}); earlier ones are kept"
         ) from error
     # Those after this update are damaged ones that were passed over: they must not count as kept.
-    complete = [path for path in existing(root) if path.name <= target.name]
-    for old in {*existing(root)} - {*complete[-keep:]}:
+    complete = [path for path in checkpoints(root) if path.name <= target.name]
+    for old in {*checkpoints(root)} - {*complete[-keep:]}:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -73,7 +73,7 @@ def load(
 
     A damaged one is passed over with a line that says so, and so is the lack of any.
     """
-    for path in reversed(existing(root)):
+    for path in reversed(checkpoints(root)):
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             digest = state.pop("digest")
@@ -91,11 +91,6 @@ def load(
         return {"update": state["update"], "facts": state["facts"]}
     warn(f"{root}: no intact checkpoint to continue from; training starts from the beginning")
     return None
-
-
-def existing(root: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first."""
-    return sorted(path for path in root.glob("[0-9]*") if path.is_dir()) if root.is_dir() else []
 
 
 def _told(error: Exception) -> str:

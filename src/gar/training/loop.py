@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,13 +17,13 @@ from torch.optim import AdamW
 from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates
 from gar.data.task import Mixture
-from gar.diagnostics import diagnose
-from gar.evaluation import EvaluationFailure, evaluate
+from gar.evaluation import EvaluationFailure, diagnose, evaluate
+from gar.features.sources import Source, make_sources
 from gar.model import MultiTaskModel
+from gar.runs.history import History
+from gar.runs.stopping import StopSignals
 from gar.training import checkpoint
-from gar.training.history import History
-from gar.training.sources import Source, make_sources
-from gar.training.step import UpdateOptions, broken_group, run_update
+from gar.training.updater import UpdateOptions, broken_group, run_update
 
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
@@ -102,7 +98,7 @@ def fit(
             raise TrainingFailure(str(error), done) from error
 
     model.train()
-    with stop_signals() as stopped:
+    with StopSignals() as stopping:
         for number in range(start, total):
             began = time.perf_counter()
             groups = schedule.groups(number)
@@ -114,23 +110,31 @@ def fit(
             optimizer.step()
             seconds += time.perf_counter() - began
             done = number + 1
-            history.update(done, values, groups, names, norm_value, rate)
+            history.update(done, task_losses(values, groups, names), norm_value, rate)
             if hooks.update is not None:
                 hooks.update(done, total, history.last_loss)
             if is_due(config.evaluation.every, done) and done < total:
                 history.evaluation(done, measure(done, evaluate))
             # The last one protects finished weights while they are measured and written.
-            if stopped or done == total or is_due(config.checkpoint.every, done):
+            if stopping() or done == total or is_due(config.checkpoint.every, done):
                 save(done)
-            if stopped:
+            if stopping():
                 raise Interrupted(f"stopped after update {done} of {total}")
         history.flush()
         diagnosis = measure(total, diagnose)
-        if stopped:
+        if stopping():
             raise Interrupted(f"stopped after update {total} of {total}")
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
     sections = {key: diagnosis[key] for key in ("accuracy", "routing")}
     return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}
+
+
+def task_losses(losses: Sequence[float], groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """The mean loss of every task's batch from the groups' mean losses."""
+    tasks = dict.fromkeys(names, 0.0)
+    for loss, group in zip(losses, groups, strict=True):
+        tasks[names[group.task]] += group.task_weight * len(names) * loss
+    return tasks
 
 
 def is_due(every: int, done: int, last: int | None = None) -> bool:
@@ -216,28 +220,3 @@ def check_weights(model: MultiTaskModel, done: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
             raise TrainingFailure(f"{name} is no longer finite; expected a smaller learning rate", done)
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM are noted instead of raised; a second one acts at once."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-    previous: dict[int, Any] = {}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        restore()
-
-    def restore() -> None:
-        for which, handler in previous.items():
-            signal.signal(which, signal.SIG_DFL if handler is None else handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, note)
-    try:
-        yield seen
-    finally:
-        restore()

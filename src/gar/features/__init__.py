@@ -1,0 +1,5 @@
+"""Site states of examples: raw tokens through the prefix, or the cache of a frozen one."""
+
+from gar.features.sources import CachedSource, Part, RawSource, Source, make_source, make_sources, tokenized
+
+__all__ = ["CachedSource", "Part", "RawSource", "Source", "make_source", "make_sources", "tokenized"]

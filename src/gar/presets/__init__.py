@@ -1,0 +1,14 @@
+"""Named configurations: the paper's, its coefficient sweeps, and our own."""
+
+from gar.presets.catalogue import (
+    Preset,
+    check,
+    deviations,
+    find,
+    is_preset,
+    names,
+    resolve_config,
+    write,
+)
+
+__all__ = ["Preset", "check", "deviations", "find", "is_preset", "names", "resolve_config", "write"]

@@ -1,0 +1,433 @@
+"""Figures of a loaded result set, as matplotlib figures.
+
+    results = gar.results("runs/")
+    figures.paired_gains(results)
+
+Each function draws one setting - named, or the only one there is. Where the runs hold nothing for it, it
+raises :class:`NothingToDraw`, which says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from gar.errors import UserError, one_of
+from gar.report import grouping
+from gar.report.results import METRICS, PARETO, Metric, Results, Scope
+from gar.report.style import INK, Panels, dress, plain, slug, styles, title
+from gar.runs.reading import Run
+
+ARROWS = {1: " (↑ better)", -1: " (↓ better)", 0: ""}
+
+
+class NothingToDraw(UserError):
+    """The runs hold nothing for this figure; the message says why."""
+
+
+def trajectories(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
+    """Ten panels over training: means over seeds, bands of one standard error where there are several seeds.
+
+    Mixtures are averaged within a seed first. Only updates at which every seed and mixture of a variant was
+    evaluated are drawn.
+    """
+    setting, where = _where(results, setting, scope)
+    lines = {v: _trajectory(results, setting, where, v) for v in results.variants(setting)}
+    if not any(len(line) > 1 for line in lines.values()):
+        raise NothingToDraw("no evaluations during training; runs with evaluation.every=200 have them")
+    look = _styles(results, setting)
+    panels = Panels(len(METRICS), 4, 2.75, 2.2, extra=1)
+    for axes, (name, metric) in zip(panels.axes, METRICS.items(), strict=True):
+        for variant, line in lines.items():
+            if len(line) == 0:
+                continue
+            values = metric.scale * line[name]
+            mean, error = values["mean"], values["sem"]
+            style = {**look[variant], "markersize": 3, "linewidth": 1.3}
+            (drawn,) = axes.plot(line.index, mean, **style)
+            drawn.set_gid(f"series:{slug(variant)}:line")
+            if error.notna().all():
+                band = axes.fill_between(
+                    line.index, mean - error, mean + error, color=style["color"], alpha=0.15, lw=0
+                )
+                band.set_gid(f"series:{slug(variant)}:band")
+        title(axes, _with_unit(metric) + ARROWS[metric.better])
+        axes.set_xlabel("update", fontsize=8)
+    _legend(panels, look, [v for v, line in lines.items() if len(line)])
+    return panels.figure
+
+
+def loads(results: Results, setting: str | None = None, mixture: str | None = None) -> Figure:
+    """Load of each expert, sorted within a run since experts of different seeds do not correspond."""
+    setting, mixture = _mixture(results, setting, mixture)
+    sorted_loads = {
+        variant: [np.sort(np.asarray(load, float))[::-1] for run in runs if (load := _routing(run, "load"))]
+        for variant, runs in _runs(results, setting, mixture).items()
+    }
+    sorted_loads = {variant: found for variant, found in sorted_loads.items() if found}
+    if not sorted_loads:
+        raise NothingToDraw("the results hold no loads")
+    look = _styles(results, setting)
+    panels = Panels(len(sorted_loads), 4, 2.75, 2.1, sharey=True)
+    for axes, (variant, found) in zip(panels.axes, sorted_loads.items(), strict=True):
+        ranks = np.arange(1, len(found[0]) + 1)
+        color = look[variant]["color"]
+        axes.bar(ranks, np.mean(found, axis=0), color=color, alpha=0.55, width=0.75)
+        for load in found:
+            axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
+        _uniform(axes, 1 / len(ranks))
+        title(axes, f"{variant}, {_count(len(found))}")
+        axes.set_xticks(ranks)
+        axes.set_xlabel("expert, by load", fontsize=8)
+        axes.grid(visible=False, axis="x")
+    panels.axes[0].set_ylim(
+        0, 1.08 * max(float(load.max()) for found in sorted_loads.values() for load in found)
+    )
+    for axes in panels.axes[:: panels.columns]:
+        axes.set_ylabel("share of load", fontsize=8)
+    return panels.figure
+
+
+def task_expert_heatmap(
+    results: Results, setting: str | None = None, mixture: str | None = None, seed: int | None = None
+) -> Figure:
+    """Load by task and expert of one seed (the first), since experts of different seeds do not correspond.
+
+    Rows sum to 1. Experts are ordered by the task that uses them most and keep their numbers; colours turn at
+    the uniform share, which is the line in the colour bar.
+    """
+    setting, mixture = _mixture(results, setting, mixture)
+    chosen: dict[str, Run] = {}
+    for variant, runs in _runs(results, setting, mixture).items():
+        for run in runs:
+            if _routing(run, "load_by_task") and seed in (None, grouping.seed_of(run)):
+                chosen.setdefault(variant, run)
+    if not chosen:
+        raise NothingToDraw("the results hold no loads by task")
+    tables = {
+        f"{variant}, seed {grouping.seed_of(run)}": run.result["routing"]["load_by_task"]
+        for variant, run in chosen.items()
+    }
+    return _heatmaps(tables, columns=3)
+
+
+def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
+    """Load by task and expert of what :func:`gar.diagnose` returns (or a result.json), as one heatmap."""
+    name = str(diagnosis.get("mixture") or "load by task")
+    return _heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
+
+
+def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int) -> Figure:
+    """One panel for each ``{title: {task: [E]}}`` with one colour scale, which turns at the uniform share."""
+    arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
+    tasks, experts = next(iter(arrays.values())).shape
+    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * tasks)
+    uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
+    norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)
+    for axes, (name, table) in zip(panels.axes, arrays.items(), strict=True):
+        order = np.lexsort((-table.max(0), table.argmax(0)))
+        axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, edgecolors=INK, linewidth=0.2)
+        axes.grid(visible=False)
+        axes.set_xticks(np.arange(experts) + 0.5, [str(e) for e in order])
+        axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
+        axes.invert_yaxis()
+        axes.set_xlabel("expert", fontsize=8)
+        title(axes, name)
+    bar = panels.figure.colorbar(ScalarMappable(norm, "PuOr_r"), ax=panels.axes + panels.spare, fraction=0.03)
+    dress(bar.ax)
+    bar.ax.grid(visible=False)
+    bar.ax.axhline(uniform, color="black", linewidth=1.5)  # on white whatever the page is
+    bar.set_label(f"share of task's load\n(line: uniform {uniform:.3f})", fontsize=8, color=INK)
+    return panels.figure
+
+
+def paired_gains(
+    results: Results, setting: str | None = None, metric: str = "accuracy", common_seeds: bool = False
+) -> Figure:
+    """Paired differences with 95 % t intervals, seeds as dots; one seed is a hollow mark, no interval."""
+    setting = _setting(results, setting)
+    table = results.comparisons(metric, common_seeds)
+    table = table[table["setting"] == setting]
+    if table.empty:
+        raise NothingToDraw("no two methods to compare")
+    shown, unit = METRICS[metric], "percentage points" if metric == "accuracy" else METRICS[metric].label
+    pairs = list(dict.fromkeys(zip(table["a"], table["b"], strict=True)))
+    scopes = list(dict.fromkeys(table["scope"]))
+    panels = Panels(len(scopes), 3, 3.7, 0.9 + 0.24 * len(pairs), sharey=True, sharex=True)
+    look = _styles(results, setting)
+    for axes, scope in zip(panels.axes, scopes, strict=True):
+        axes.axvline(0, color=INK, linewidth=0.8)
+        for row in table[table["scope"] == scope].itertuples():
+            y = pairs.index((row.a, row.b))
+            style = look[row.a if results.method(row.b) == "baseline" else row.b]
+            _interval(axes, row, y, shown.scale, style)
+        title(axes, scope)
+        axes.set_yticks(range(len(pairs)), [plain(f"{a} − {b}") for a, b in pairs])
+        axes.set_ylim(len(pairs) - 0.4, -0.6)
+        axes.set_xlabel(unit, fontsize=8)
+        axes.tick_params(labelbottom=True)
+    return panels.figure
+
+
+def pareto(
+    results: Results, setting: str | None = None, scope: str | None = None, common_seeds: bool = False
+) -> Figure:
+    """Accuracy against purity, utilization and load variance; filled: dominated by no other method."""
+    setting, where = _where(results, setting, scope)
+    table = results.endpoints(common_seeds)
+    table = table[(table["setting"] == setting) & (table["scope"] == where.label) & (table["seeds"] > 0)]
+    table = table.dropna(subset=list(PARETO))
+    if len(table) < 2:
+        raise NothingToDraw("fewer than two methods with accuracy, purity, utilization and load variance")
+    look = _styles(results, setting)
+    others = [name for name in PARETO if name != "accuracy"]
+    panels = Panels(len(others), 4, 2.9, 2.8, extra=1)
+    for axes, name in zip(panels.axes, others, strict=True):
+        for row in table.to_dict("records"):
+            style = look[row["variant"]]
+            face = style["color"] if row["pareto"] else "none"
+            (point,) = axes.plot(
+                [row[name]], [100 * row["accuracy"]], marker=style["marker"], markersize=8, linestyle="none",
+                markerfacecolor=face, markeredgecolor=style["color"], markeredgewidth=1.4,
+            )  # fmt: skip
+            point.set_gid(f"series:{slug(row['variant'])}:point")
+        axes.margins(0.12)
+        axes.set_xlabel(METRICS[name].label + ARROWS[METRICS[name].better], fontsize=8)
+        axes.set_ylabel("accuracy, % (↑ better)", fontsize=8)
+        axes.locator_params(axis="x", nbins=5)
+    _legend(panels, look, table["variant"], dict(zip(table["variant"], table["pareto"], strict=True)))
+    return panels.figure
+
+
+def coefficient_sweep(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
+    """Accuracy, purity, utilization and load variance over the coefficient; bars of one standard error.
+
+    A curve joins variants that differ in nothing else. Coefficient 0 stands apart at the left of the axis;
+    Baseline is the dashed line.
+    """
+    setting, where = _where(results, setting, scope)
+    curves = _curves(results, setting)
+    if not curves:
+        raise NothingToDraw("no method has runs with more than one coefficient")
+    look, lowest = _styles(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
+    zero = 10.0 ** (math.floor(math.log10(lowest)) - 1)
+    panels = Panels(len(PARETO), 4, 2.9, 2.7)
+    handles: dict[str, Any] = {}
+    for axes, name in zip(panels.axes, PARETO, strict=True):
+        for label, curve in curves.items():
+            style = {**look[next(iter(curve.values()))], "linestyle": "-"}
+            points = [
+                (c or zero, *_mean_error(results, name, setting, where, v)) for c, v in sorted(curve.items())
+            ]
+            x, mean, error, _ = (np.array(column) for column in zip(*points, strict=True))
+            bars = axes.errorbar(x, mean, error, **style, markersize=4, linewidth=1.3, capsize=2)
+            handles.setdefault(label, bars)
+            for at, _, _, values in points:
+                axes.plot([at] * len(values), values, ".", color=style["color"], alpha=0.4, markersize=4)
+        for base in (v for v in results.variants(setting) if results.method(v) == "baseline"):
+            level, *_ = _mean_error(results, name, setting, where, base)
+            handles.setdefault(base, axes.axhline(level, color=INK, linestyle="--", linewidth=1))
+        axes.set_xscale("log")
+        _coefficient_ticks(axes, sorted({c for curve in curves.values() for c in curve}), zero)
+        title(axes, _with_unit(METRICS[name]) + ARROWS[METRICS[name].better])
+        axes.set_xlabel("coefficient", fontsize=8)
+    panels.legend(list(handles.values()), list(handles))
+    return panels.figure
+
+
+def step_times(results: Results, setting: str | None = None) -> Figure:
+    """Mean time of an update in milliseconds, a dot a run; the number is the factor over Baseline's mean."""
+    setting = _setting(results, setting)
+    mixtures, variants = results.mixtures(setting), results.variants(setting)
+    look = _styles(results, setting)
+    panels = Panels(len(mixtures), 3, 3.7, 0.9 + 0.24 * len(variants), sharey=True)
+    drawn = False
+    for axes, mixture in zip(panels.axes, mixtures, strict=True):
+        where = Scope(mixture, "mixture", (mixture,))
+        times = {v: list(results.values("step_seconds", setting, where, v).values()) for v in variants}
+        base = [t for v in variants if results.method(v) == "baseline" for t in times[v]]
+        for y, (variant, values) in enumerate(times.items()):
+            if not values:
+                continue
+            drawn, style = True, look[variant]
+            milliseconds = 1000 * np.array(values)
+            axes.barh(y, milliseconds.mean(), height=0.6, color=style["color"], alpha=0.35)
+            axes.plot(milliseconds, [y] * len(values), marker=".", linestyle="none", color=INK, markersize=5)
+            if base:
+                factor = milliseconds.mean() / (1000 * np.mean(base))
+                axes.annotate(f"×{factor:.2f}", (milliseconds.max(), y), (6, 0), textcoords="offset points",
+                              va="center", fontsize=8, color=INK)  # fmt: skip
+        title(axes, mixture)
+        axes.set_yticks(range(len(variants)), [plain(v) for v in variants])
+        axes.set_ylim(len(variants) - 0.4, -0.6)
+        axes.margins(x=0.18)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("time per update, ms", fontsize=8)
+    if not drawn:
+        raise NothingToDraw("the results hold no timing")
+    return panels.figure
+
+
+def _interval(axes: Axes, row: Any, y: int, scale: float, style: dict[str, Any]) -> None:
+    mean, low, high = (scale * getattr(row, key) for key in ("mean", "low", "high"))
+    if math.isnan(mean):
+        axes.text(0.98, y, "not compared", transform=axes.get_yaxis_transform(), ha="right", va="center",
+                  fontsize=7, style="italic", color=INK)  # fmt: skip
+        return
+    color, marker = style["color"], style["marker"]
+    seeds = [scale * value for value in row.differences.values()]
+    (dots,) = axes.plot(
+        seeds, [y + 0.28] * len(seeds), marker=".", linestyle="none", color=color, markersize=4, alpha=0.7
+    )
+    artists = [dots]
+    if not math.isnan(low):
+        artists += axes.plot([low, high], [y, y], color=color, linewidth=2, solid_capstyle="butt")
+    face = color if not math.isnan(low) else "none"
+    artists += axes.plot([mean], [y], marker=marker, color=color, markersize=6, markerfacecolor=face)
+    for number, artist in enumerate(artists):
+        artist.set_gid(f"series:{slug(row.a)} {slug(row.b)}:{y}:{number}")
+
+
+def _trajectory(results: Results, setting: str, scope: Scope, variant: str) -> pd.DataFrame:
+    """Mean and standard error over seeds by update; columns (metric, mean | sem)."""
+    table = results.histories
+    table = table[(table["setting"] == setting) & (table["variant"] == variant)]
+    table = table[table["mixture"].isin(scope.mixtures)]
+    names = list(METRICS)
+    by_seed = table.groupby(["update", "seed"])[names].mean()
+    complete = table.groupby(["update", "seed"]).size() == len(scope.mixtures)
+    by_seed = by_seed[complete.reindex(by_seed.index, fill_value=False)]
+    counts = by_seed.groupby("update").size()
+    kept = counts[counts == table["seed"].nunique()].index
+    return by_seed[by_seed.index.get_level_values("update").isin(kept)].groupby("update").agg(["mean", "sem"])
+
+
+def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
+    """``{label: {coefficient: variant}}`` of methods with several coefficients, all else being equal."""
+    found: dict[tuple[str, str], dict[float, str]] = {}
+    for run in results.members(setting):
+        values = grouping.hyperparameters(run)
+        coefficient = values.pop("coefficient", None)
+        variant = results.label(run)[2]
+        if run.result and isinstance(coefficient, int | float) and variant in results.variants(setting):
+            rest = ", ".join(f"{key}={value}" for key, value in values.items())
+            found.setdefault((grouping.method_of(run), rest), {})[float(coefficient)] = variant
+    found = {key: curve for key, curve in found.items() if len(curve) > 1}
+    alone = {method: sum(method == other for other, _ in found) == 1 for method, _ in found}
+    return {
+        grouping.method_label(method) + ("" if alone[method] else f" ({rest})"): curve
+        for (method, rest), curve in found.items()
+    }
+
+
+def _coefficient_ticks(axes: Axes, coefficients: Sequence[float], zero: float) -> None:
+    ticks = [c or zero for c in coefficients]
+    axes.set_xticks(ticks, [f"{c:g}" for c in coefficients], rotation=45)
+    axes.set_xticks([], minor=True)
+
+
+def _mean_error(
+    results: Results, metric: str, setting: str, scope: Scope, variant: str
+) -> tuple[float, float, list[float]]:
+    """Mean, standard error (NaN with one seed) and the seeds' values, as shown."""
+    values = [METRICS[metric].scale * v for v in results.values(metric, setting, scope, variant).values()]
+    if not values:
+        return math.nan, math.nan, []
+    error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    return float(np.mean(values)), error, values
+
+
+def _uniform(axes: Axes, share: float) -> None:
+    axes.axhline(share, color=INK, linestyle="--", linewidth=1)
+    axes.text(0.99, share, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+              fontsize=7, color=INK)  # fmt: skip
+
+
+def _legend(
+    panels: Panels,
+    look: dict[str, dict[str, Any]],
+    variants: Sequence[str],
+    filled: dict[str, bool] | None = None,
+) -> None:
+    handles = []
+    for variant in variants:
+        style = dict(look[variant])
+        if filled is not None:
+            style |= {"linestyle": "none", "markerfacecolor": style["color"] if filled[variant] else "none"}
+        handles.append(Line2D([], [], markersize=6, **style))
+    panels.legend(handles, list(variants))
+
+
+def _styles(results: Results, setting: str) -> dict[str, dict[str, Any]]:
+    return styles([(variant, results.method(variant)) for variant in results.variants(setting)])
+
+
+def _runs(results: Results, setting: str, mixture: str) -> dict[str, list[Run]]:
+    return {v: list(results.cell(setting, mixture, v).values()) for v in results.variants(setting)}
+
+
+def _routing(run: Run, key: str) -> Any:
+    return run.result["routing"].get(key)
+
+
+def _setting(results: Results, setting: str | None) -> str:
+    known = results.settings
+    if setting is None and len(known) == 1:
+        return known[0]
+    if not known:
+        raise NothingToDraw("no finished runs")
+    if setting not in known:
+        raise (
+            one_of("setting", setting, known)
+            if setting
+            else UserError(f"several settings; name one of {known}")
+        )
+    return setting
+
+
+def _mixture(results: Results, setting: str | None, mixture: str | None) -> tuple[str, str]:
+    setting = _setting(results, setting)
+    known = results.mixtures(setting)
+    if mixture is not None and mixture not in known:
+        raise one_of("mixture", mixture, known)
+    return setting, mixture or known[0]
+
+
+def _where(results: Results, setting: str | None, scope: str | None) -> tuple[str, Scope]:
+    """The named scope, or the widest: the mean over all mixtures."""
+    setting = _setting(results, setting)
+    scopes = {found.label: found for found in results.scopes(setting)}
+    if scope is not None and scope not in scopes:
+        raise one_of("scope", scope, scopes)
+    return setting, scopes[scope] if scope else list(scopes.values())[-1]
+
+
+def _with_unit(metric: Metric) -> str:
+    return f"{metric.label}, {metric.unit}" if metric.unit else metric.label
+
+
+def _count(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"mean of {seeds} seeds"
+
+
+FIGURES: dict[str, Callable[..., Figure]] = {
+    function.__name__: function
+    for function in (
+        trajectories,
+        loads,
+        task_expert_heatmap,
+        paired_gains,
+        pareto,
+        coefficient_sweep,
+        step_times,
+    )
+}

@@ -1,0 +1,1 @@
+"""The run directory: names, states, failures, comparison of configurations, packing, reading."""

@@ -1,0 +1,73 @@
+"""Where a run computes: device, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gar.config import Config
+from gar.errors import UserError, nearest
+from gar.version import __version__
+
+LIBRARIES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic", "scikit-learn", "scipy")
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        known = ("auto", "cpu", "cuda")
+        raise UserError(
+            f"device is {name!r}; expected auto, cpu, cuda or cuda:N{nearest(name, known)}"
+        ) from None
+    if device.type == "cuda" and (
+        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    ):
+        raise UserError(f"device is {name!r}, but {torch.cuda.device_count()} CUDA devices are available")
+    return device
+
+
+def environment(config: Config) -> dict[str, Any]:
+    """Versions, device, seed and commit behind a run."""
+    device = resolve_device(config.device)
+    return {
+        "gar": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "seed": config.seed,
+        "commit": _commit(),
+        "command": sys.argv,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source tree the package runs from, if it is one."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
+    try:
+        git(
+            "ls-files", "--error-unmatch", here.name
+        )  # installed inside another project, its commit says nothing
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,356 @@
+"""Suites: settings x mixtures x methods x overrides x seeds, expanded into runs one at a time.
+
+A suite is a short YAML file::
+
+    title: GAR against Baseline on my own tasks
+    settings: {small: base.yaml}              # preset prefixes, files or inline configuration trees
+    mixtures: [five, six]                     # default: the preset's, or the file's own
+    methods: [baseline, gar]                  # default: likewise
+    seeds: 5                                  # 0, 1, 2, 3, 4; or a list
+    set: {optimizer.updates: 500}             # for all runs
+    overrides: {short: {optimizer.updates: 50}, long: {}}    # one run for each of them
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gar import config as configuration
+from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_key
+from gar.data.load import resolve
+from gar.data.registry import find_mixture, find_task, is_task, unknown_name
+from gar.errors import UserError, nearest, one_of
+from gar.methods import REGISTRY
+from gar.presets import catalogue as presets
+
+Tree = dict[str, Any]
+
+#: Updates between checkpoints where neither configuration nor suite asks for any: a sweep survives a crash.
+CHECKPOINT_EVERY = 200
+#: Where a run computes, not what: two configurations that differ in these alone are one run.
+WHERE = ("device", "data_dir", "cache", "checkpoint", "tracking")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+class SuiteFile(BaseModel):
+    """A suite as it is written. Lists are short for mappings from a name to itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str = ""
+    settings: dict[str, str | Tree] = Field(
+        min_length=1, description="name: preset prefix, file or inline tree"
+    )
+    mixtures: dict[str, str | Tree] | None = Field(
+        None, description="name: mixture, task, or a mixture section"
+    )
+    methods: dict[str, str | Tree] | None = Field(None, description="name: method, or a method section")
+    seeds: tuple[int, ...] = (0,)
+    set: Tree = Field(default_factory=dict, description="dotted keys for all runs")
+    overrides: dict[str, Tree] = Field(
+        default_factory=dict, description="name: dotted keys; one run for each"
+    )
+
+    @field_validator("settings", "mixtures", "methods", mode="before")
+    @classmethod
+    def _list_of_names(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        named: Tree = {}
+        for item in value:
+            key = (
+                Path(item).name.removesuffix(".yaml").removesuffix(".yml") if isinstance(item, str) else item
+            )
+            if not isinstance(key, str):
+                raise ValueError(f"{item!r} in a list; expected names, or a mapping from names to sections")
+            if key in named:
+                raise ValueError(f"{key!r} stands there twice; expected distinct names")
+            named[key] = item
+        return named
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count_of_seeds(cls, value: Any) -> Any:
+        value = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if not value or len(set(value)) < len(value) or any(not isinstance(s, int) or s < 0 for s in value):
+            raise ValueError(f"is {value!r}; expected a positive count, or distinct seeds from 0 upwards")
+        return tuple(value)
+
+    @field_validator("settings", "mixtures", "methods", "overrides")
+    @classmethod
+    def _names_are_path_parts(cls, value: Tree | None) -> Tree | None:
+        for name in value or ():
+            if not NAME.fullmatch(name):
+                raise ValueError(
+                    f"the name {name!r} becomes a directory; expected letters, digits and . _ + -"
+                )
+        return value
+
+    @field_validator("set", "overrides")
+    @classmethod
+    def _seeds_are_apart(cls, value: Tree) -> Tree:
+        if any("seed" in tree for tree in (value, *value.values()) if isinstance(tree, dict)):
+            raise ValueError("seed cannot be set here; expected the suite's own key 'seeds'")
+        return value
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Everything of a run but its seed. ``tree`` is checked when it is first asked for."""
+
+    setting: str
+    mixture: str
+    method: str
+    base: Tree
+    changes: Tree
+
+    @property
+    def id(self) -> str:
+        return f"{self.setting}/{self.mixture}/{self.method}"
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """The full configuration as a plain tree, or a :class:`~gar.errors.UserError`."""
+        tree = copy.deepcopy(self.base)
+        for dotted, value in self.changes.items():
+            set_key(tree, dotted, copy.deepcopy(value))
+        if not (tree.get("checkpoint") or {}).get("every") and "checkpoint.every" not in self.changes:
+            set_key(tree, "checkpoint.every", CHECKPOINT_EVERY)
+        return configuration.build(tree, self.id).to_dict()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what the run computes, seed aside."""
+        return digest(self.tree)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a suite. ``id`` is also its directory below the suite's."""
+
+    combination: Combination
+    seed: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.combination.id}/seed-{self.seed}"
+
+    def tree(self) -> Tree:
+        """The run's configuration."""
+        return {**self.combination.tree, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite whose names are all known."""
+
+    name: str
+    file: SuiteFile
+    bases: Mapping[str, Tree | None]
+    """A setting's configuration, or None for a preset prefix."""
+    changes: Tree
+
+    def __len__(self) -> int:
+        arms = max(1, len(self.file.overrides))
+        cells = sum(1 for s in self.file.settings for m in self.mixtures(s) for _ in self.methods(s, m))
+        return cells * arms * len(self.file.seeds)
+
+    def runs(self) -> Iterator[Run]:
+        """Every run; the seeds of a combination come together, so its configuration is built once."""
+        return (Run(combination, seed) for combination in self.combinations() for seed in self.file.seeds)
+
+    def combinations(self) -> Iterator[Combination]:
+        for setting in self.file.settings:
+            for mixture in self.mixtures(setting):
+                for method in self.methods(setting, mixture):
+                    for override in self.file.overrides or [""]:
+                        yield self.combination(setting, mixture, method, override)
+
+    def combination(self, setting: str, mixture: str, method: str, override: str = "") -> Combination:
+        """One combination by its names; the method may be another than the suite's."""
+        changes = {**self.file.set, **self.file.overrides.get(override, {}), **self.changes}
+        label = f"{method}-{override}" if override else method
+        return Combination(setting, mixture, label, self.base(setting, mixture, method), changes)
+
+    def mixtures(self, setting: str) -> list[str]:
+        """The mixtures' names in a setting."""
+        if self.file.mixtures is not None:
+            return list(self.file.mixtures)
+        base = self.bases[setting]
+        if base is None:
+            below = len(self._prefix(setting)) + 1
+            return list(dict.fromkeys(name[below:].split("/")[0] for name in self._presets(setting)))
+        name, _ = resolve(MixtureConfig.model_validate(base["mixture"]))
+        return [re.sub(r"[^A-Za-z0-9._+-]", "_", name)[:80]]
+
+    def methods(self, setting: str, mixture: str) -> list[str]:
+        """The methods' names in a setting."""
+        if self.file.methods is not None:
+            return list(self.file.methods)
+        base = self.bases[setting]
+        if base is not None:
+            return [base["method"]["name"]]
+        start = f"{self._prefix(setting)}/{self._mixture(mixture)}/"
+        return [name[len(start) :] for name in self._presets(setting) if name.startswith(start)]
+
+    def base(self, setting: str, mixture: str, method: str) -> Tree:
+        """The configuration before ``set`` and ``overrides``."""
+        chosen = (self.file.methods or {}).get(method, method)
+        if (base := self.bases[setting]) is None:
+            return self._preset_base(setting, mixture, chosen)
+        tree = copy.deepcopy(base)
+        _put_method(tree, chosen)
+        if self.file.mixtures is not None:
+            _put_mixture(tree, mixture, self.file.mixtures[mixture])
+        return tree
+
+    def _preset_base(self, setting: str, mixture: str, method: str | Tree) -> Tree:
+        word = method if isinstance(method, str) else method.get("name", "baseline")
+        name = f"{self._prefix(setting)}/{self._mixture(mixture)}/{word}"
+        tree = presets.find(name).config().to_dict()
+        if not isinstance(method, str):
+            _put_method(tree, method)
+        return tree
+
+    def _mixture(self, mixture: str) -> str:
+        chosen = (self.file.mixtures or {}).get(mixture, mixture)
+        if not isinstance(chosen, str):
+            raise UserError(f"mixtures.{mixture}: a preset has its own mixtures; expected one of their names")
+        return chosen
+
+    def _prefix(self, setting: str) -> str:
+        return str(self.file.settings[setting]).strip("/")
+
+    def _presets(self, setting: str) -> list[str]:
+        return _below(self._prefix(setting))
+
+    def replace(self, changes: Mapping[str, Any]) -> Suite:
+        """The suite with more keys set in all runs."""
+        if "seed" in changes:
+            raise UserError("seed=…: a suite has its own seeds; expected its key 'seeds'")
+        return replace(self, changes={**self.changes, **changes})
+
+
+def shipped() -> list[str]:
+    """Names of the packaged suites."""
+    files = resources.files("gar.sweeps").joinpath("suites").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_suite(what: str | Path, overrides: Iterable[str] = ()) -> Suite:
+    """A suite from a YAML file, or a packaged one by name; ``overrides`` are ``key.sub=value`` strings."""
+    path = Path(what)
+    if path.is_file() or path.suffix.lower() in {".yaml", ".yml"}:
+        suite = build_suite(load_tree(path), path.stem, path.resolve().parent, str(path))
+    elif str(what) in shipped():
+        text = resources.files("gar.sweeps").joinpath("suites", f"{what}.yaml").read_text(encoding="utf-8")
+        suite = build_suite(yaml.safe_load(text), str(what), Path.cwd(), f"suite {what}")
+    else:
+        raise one_of("suite", what, shipped())
+    return suite.replace(parse_overrides(overrides))
+
+
+def build_suite(tree: Tree, name: str, directory: Path, where: str = "suite") -> Suite:
+    """A suite from a plain tree; relative paths in it are relative to ``directory``."""
+    try:
+        file = SuiteFile.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error)}") from None
+    try:
+        file = file.model_copy(
+            update={
+                "set": _anchored(file.set, directory),
+                "overrides": {key: _anchored(value, directory) for key, value in file.overrides.items()},
+                "mixtures": None
+                if file.mixtures is None
+                else {
+                    key: value
+                    if isinstance(value, str)
+                    else _anchored({"mixture": value}, directory)["mixture"]
+                    for key, value in file.mixtures.items()
+                },
+            }
+        )
+        suite = Suite(name, file, {key: _base(value, directory) for key, value in file.settings.items()}, {})
+        _check_names(suite)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return suite
+
+
+def digest(tree: Mapping[str, Any]) -> str:
+    """Of what a configuration computes: seed and the keys of :data:`WHERE` aside."""
+    content = {key: value for key, value in tree.items() if key != "seed" and key not in WHERE}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    if problem["type"] == "extra_forbidden":
+        key = str(problem["loc"][0])
+        known = SuiteFile.model_fields
+        return f"unknown key {key!r}{nearest(key, known) or '; known keys: ' + ', '.join(known)}"
+    if problem["type"] == "value_error":
+        return f"{problem['loc'][0]}: {str(problem['msg']).removeprefix('Value error, ')}"
+    return explain(error, SuiteFile)
+
+
+def _base(setting: str | Tree, directory: Path) -> Tree | None:
+    if isinstance(setting, dict):
+        return configuration.build(_anchored(setting, directory), "settings").to_dict()
+    if _below(setting.strip("/")):
+        return None
+    path = directory / Path(setting).expanduser()
+    return presets.resolve_config(str(path) if path.exists() or path.suffix else setting).to_dict()
+
+
+@functools.cache
+def _below(prefix: str) -> list[str]:
+    return [name for name in presets.names() if name.startswith(f"{prefix}/")]
+
+
+def _anchored(tree: Tree, directory: Path) -> Tree:
+    return configuration.anchor_paths(copy.deepcopy(tree), directory)
+
+
+def _put_method(tree: Tree, method: str | Tree) -> None:
+    if isinstance(method, str):
+        set_key(tree, "method.name", method)  # keeps the coefficients of the base's own method
+    else:
+        tree["method"] = copy.deepcopy(method)
+
+
+def _put_mixture(tree: Tree, name: str, mixture: str | Tree) -> None:
+    kept = {key: value for key, value in tree["mixture"].items() if key not in ("name", "tasks")}
+    if isinstance(mixture, dict):
+        tree["mixture"] = {**kept, "name": name if mixture.get("tasks") else None, **copy.deepcopy(mixture)}
+    elif found := find_mixture(mixture):
+        tree["mixture"] = {**kept, "name": found}
+    elif is_task(mixture):
+        tree["mixture"] = {**kept, "tasks": [find_task(mixture).name]}
+    else:
+        raise unknown_name(mixture)
+
+
+def _check_names(suite: Suite) -> None:
+    """Every mixture, method and preset is known. Whether they fit together, the single run finds out."""
+    for setting in suite.file.settings:
+        for mixture in suite.mixtures(setting):
+            for method in suite.methods(setting, mixture):
+                name = suite.base(setting, mixture, method).get("method", {}).get("name", "baseline")
+                if name not in REGISTRY:
+                    raise one_of("methods", name, REGISTRY)

@@ -1,0 +1,244 @@
+"""Run a suite: skip what is finished, go on with what is not, and outlive whatever fails."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from gar.errors import UserError
+from gar.runs.directory import write_failure
+from gar.runs.files import read_json
+from gar.runs.names import FAILURE
+from gar.runs.state import State, state_of
+from gar.runs.stopping import StopSignals
+from gar.sweeps import store
+from gar.sweeps.executors import Executor, Job, drive
+from gar.sweeps.progress import View
+from gar.sweeps.suite import Run, Suite
+
+#: Seconds between writes of what runs now, for `gar sweep status`.
+PACE = 2.0
+
+Key = tuple[str, ...]
+
+
+@dataclass
+class Times:
+    """Mean seconds of finished runs, by (setting, mixture, method) and its beginnings."""
+
+    totals: dict[Key, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, key: Key, seconds: float) -> None:
+        for length in range(1, len(key) + 1):
+            total, count = self.totals.get(key[:length], (0.0, 0))
+            self.totals[key[:length]] = total + seconds, count + 1
+
+    def expected(self, key: Key) -> float | None:
+        """Of runs like it, or at least of its setting; None when there are none."""
+        for length in range(len(key), 0, -1):
+            if found := self.totals.get(key[:length]):
+                return found[0] / found[1]
+        return None
+
+
+@dataclass
+class Plan:
+    """What a suite means for a directory: states by (setting, mixture), and how long the rest may take."""
+
+    suite: Suite
+    out: Path
+    retry_failed: bool
+    cells: dict[Key, Counter[State]] = field(default_factory=dict)
+    todo: Counter[Key] = field(default_factory=Counter)
+    times: Times = field(default_factory=Times)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def states(self) -> Counter[State]:
+        return sum(self.cells.values(), start=Counter())
+
+    @property
+    def total(self) -> int:
+        return self.states.total()
+
+    @property
+    def remaining(self) -> int:
+        return self.todo.total()
+
+    def estimate(self, jobs: int) -> tuple[float, int]:
+        """Seconds for the remaining runs that can be estimated, and the number of those that cannot."""
+        seconds, unknown = 0.0, 0
+        for key, count in self.todo.items():
+            expected = self.times.expected(key)
+            if expected is None:
+                unknown += count
+            else:
+                seconds += count * expected
+        return seconds / jobs, unknown
+
+
+def make_plan(suite: Suite, out: Path, retry_failed: bool = False) -> Plan:
+    """Look at every run's directory. Memory is that of the combinations counted, not of the runs.
+
+    A combination that makes no valid configuration is noted in ``refused``; only when none is valid, or a
+    directory holds a run with another configuration, there is nothing to run.
+    """
+    plan, valid = Plan(suite, out, retry_failed), 0
+    for run in suite.runs():
+        combination = run.combination
+        key = (combination.setting, combination.mixture, combination.method)
+        if combination.id not in plan.refused:
+            try:
+                combination.tree  # noqa: B018
+                valid += 1
+            except UserError as error:
+                plan.refused[combination.id] = _about(combination.id, error)
+        directory = out / run.id
+        state = state_of(directory)
+        plan.cells.setdefault(key[:2], Counter())[state] += 1
+        if is_due(state, retry_failed):
+            plan.todo[key] += 1
+        if state in (State.FINISHED, State.UNFINISHED) and combination.id not in plan.refused:
+            if not store.same_configuration(directory, run):
+                change = store.first_difference(directory, run)
+                raise UserError(
+                    f"{directory}: its run has another configuration ({change}); expected another --out"
+                )
+            if state is State.FINISHED and (record := read_json(directory / store.RECORD)):
+                plan.times.add(key, record["seconds"])
+    if not valid:
+        raise UserError(next(iter(plan.refused.values())))
+    return plan
+
+
+def is_due(state: State, retry_failed: bool) -> bool:
+    """Whether a run in this state is to be run."""
+    return state in (State.NEW, State.UNFINISHED) or (state is State.FAILED and retry_failed)
+
+
+@dataclass
+class Outcome:
+    """How a sweep ended."""
+
+    finished: int = 0
+    failed: int = 0
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.interrupted else int(self.failed > 0)
+
+
+def run_sweep(
+    plan: Plan,
+    executor: Executor,
+    *,
+    keep_models: bool = True,
+    view: View | None = None,
+    stopping: Callable[[], bool] | None = None,
+) -> Outcome:
+    """Run everything that is due. Failures are recorded and counted, with those of earlier sweeps."""
+    states = plan.states
+    outcome = Outcome(states[State.FINISHED], 0 if plan.retry_failed else states[State.FAILED])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hold(plan.out))
+        view = view or stack.enter_context(View(plan.total, outcome.finished + outcome.failed))
+        stop = stopping or stack.enter_context(StopSignals())
+        _write_ids(plan)
+        told = 0.0
+        for event in drive(executor, _jobs(plan, keep_models, view, outcome), stop):
+            view.follow(event)
+            if event.ends:
+                store.spent(event.job.out, event.facts.get("seconds", 0.0))
+                outcome.finished += event.kind == "finished"
+                outcome.failed += event.kind == "failed"
+            if event.ends or time.monotonic() - told > PACE:
+                told = time.monotonic()
+                store.write_running(plan.out, view.now)
+        store.write_running(plan.out, {})
+        outcome.interrupted = stop()
+    return outcome
+
+
+@contextlib.contextmanager
+def hold(out: Path) -> Iterator[None]:
+    """Keep a second sweep or search out of a directory."""
+    try:
+        (out / store.SWEEP).mkdir(parents=True, exist_ok=True)
+        with FileLock(out / store.SWEEP / "lock").acquire(timeout=0):
+            yield
+    except Timeout:
+        raise UserError(f"{out}: another sweep or search is running in this directory") from None
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        raise UserError(f"{out}: {error.strerror or error}; finished runs are kept") from error
+
+
+def _write_ids(plan: Plan) -> None:
+    with store.planned(plan.out, plan.suite.name) as file:
+        file.writelines(f"{run.id}\n" for run in plan.suite.runs())
+
+
+def _jobs(plan: Plan, keep_models: bool, view: View, outcome: Outcome) -> Iterator[Job]:
+    """The due runs, one at a time; one whose configuration is refused fails here."""
+    for run in plan.suite.runs():
+        directory = plan.out / run.id
+        state = state_of(directory)  # looked at again: much may have happened since the plan
+        if not is_due(state, plan.retry_failed):
+            continue
+        if reason := plan.refused.get(run.combination.id):
+            write_failure(directory, "UserError", reason)
+            outcome.failed += 1
+            view.failed += 1
+            view.ended(f"FAILED {run.id}: {reason}", "red")
+            continue
+        store.begin(directory, run, retry=state is State.FAILED)
+        yield Job(run.id, run.tree(), directory, keep_model=keep_models)
+
+
+def _about(name: str, error: UserError) -> str:
+    return str(error).removeprefix(f"{name}: ")
+
+
+# ---------------------------------------------------------------------- status
+
+
+@dataclass
+class Status:
+    """The runs planned in a directory, by (setting, mixture) and state; ``running`` and failures by id."""
+
+    cells: dict[Key, Counter[str]]
+    running: dict[str, dict[str, object]]
+    failures: dict[str, str]
+
+
+def read_status(out: Path) -> Status:
+    """What became of every run that a sweep planned in ``out``."""
+    now = store.running(out)
+    status = Status({}, {}, {})
+    for run_id in store.planned_ids(out):
+        setting, mixture, _, _ = run_id.split("/")
+        state: str = state_of(out / run_id)
+        if state in (State.NEW, State.UNFINISHED) and run_id in now:
+            state, status.running[run_id] = "running", dict(now[run_id])
+        status.cells.setdefault((setting, mixture), Counter())[state] += 1
+        if state == State.FAILED:
+            told = read_json(out / run_id / FAILURE) or {}
+            after = f" (last checkpoint: {told['checkpoint']})" if told.get("checkpoint") else ""
+            status.failures[run_id] = f"{told.get('reason', 'failure.json cannot be read')}{after}"
+    return status
+
+
+def run_of(suite: Suite, run_id: str) -> Run:
+    """The run of a suite with this id."""
+    for run in suite.runs():
+        if run.id == run_id:
+            return run
+    raise UserError(f"suite {suite.name} has no run {run_id!r}")

@@ -1,0 +1,324 @@
+"""Update times and peak memory, measured on models of real size with random weights.
+
+Nothing is downloaded: architectures are written here as transformers configurations, texts are random tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from gar.config import CacheConfig, Config, build
+from gar.data.batches import Updates
+from gar.data.task import Mixture
+from gar.data.tokenize import TokenizedSplit
+from gar.errors import UserError
+from gar.features.cache import Features
+from gar.features.sources import CachedSource, RawSource, Source
+from gar.methods import GAR, REGISTRY, Baseline, Method
+from gar.model.backbone import DTYPES, prepare
+from gar.model.multitask import MultiTaskModel, TaskInfo, length_bucketed
+from gar.seeds import derive_seed
+from gar.training import Hooks, TrainingFailure, train
+from gar.training.loop import make_optimizer
+from gar.training.updater import UpdateOptions, run_update
+
+
+def _bert(hidden: int, layers: int, heads: int, inner: int) -> PreTrainedConfig:
+    return transformers.BertConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner
+    )
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int) -> PreTrainedConfig:
+    return transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=inner,
+        max_position_embeddings=40960,
+    )
+
+
+#: Sizes of the published models, by the hub id (lower case) or the name used here.
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "minilm": lambda: _bert(384, 6, 12, 1536),
+    "facebookai/roberta-base": lambda: transformers.RobertaConfig(
+        vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
+    ),
+    "microsoft/deberta-v3-base": lambda: transformers.DebertaV2Config(
+        vocab_size=128100,
+        type_vocab_size=0,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        relative_attention=True,
+        position_buckets=256,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        max_relative_positions=-1,
+    ),
+    "qwen/qwen3-1.7b": lambda: _qwen3(2048, 28, 16, 6144),
+    "qwen/qwen3-8b": lambda: _qwen3(4096, 36, 32, 12288),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured line: seconds are medians over ``repeats`` updates after one warm-up."""
+
+    name: str
+    seconds: float
+    fastest: float
+    slowest: float
+    peak_gib: float | None
+    finite: bool
+
+
+SITES = ("lora_ffn", "full_ffn", "lora_head")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One line of :func:`every_combination`; ``note`` says why a combination was refused or stopped."""
+
+    site: str
+    top_k: int
+    method: str
+    seconds: float | None
+    peak_gib: float | None
+    losses: tuple[float, float] | None
+    note: str
+
+
+def synthetic_model(
+    config: Config, classes: Sequence[int], device: torch.device, backbone: PreTrainedModel | None = None
+) -> MultiTaskModel:
+    """The configured model on a backbone of the published size with random weights, or on a given one."""
+    architecture = ARCHITECTURES[config.backbone.name.lower()]()
+    vocabulary = {"[PAD]": 0, "[SEP]": 1} | {f"w{i}": i for i in range(2, 1000)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="[PAD]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", sep_token="[SEP]")
+    tasks = [TaskInfo(f"task{i}", tuple(map(str, range(n)))) for i, n in enumerate(classes)]
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        if backbone is None:
+            fresh = AutoModel.from_config(architecture, dtype=DTYPES[config.backbone.dtype])
+            backbone = prepare(fresh, config.backbone)
+        model = MultiTaskModel(backbone, tokenizer, tasks, config.experts, config.backbone, config.precision)
+    return model.to(device)
+
+
+def synthetic_splits(classes: Sequence[int], examples: int, length: int, seed: int) -> list[TokenizedSplit]:
+    """Random tokens: lengths uniform between half of ``length`` and ``length``."""
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, "bench")))
+    splits = []
+    for n in classes:
+        lengths = rng.integers(max(1, length // 2), length + 1, examples)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        ids = rng.integers(2, 1000, offsets[-1]).astype(np.int32)
+        splits.append(TokenizedSplit(ids, offsets, None, rng.integers(0, n, examples)))
+    return splits
+
+
+def cached_source(model: MultiTaskModel, splits: Sequence[TokenizedSplit]) -> CachedSource:
+    """Features of random-weight prefixes, in memory."""
+    features = []
+    for split in splits:
+        x: torch.Tensor | None = None
+        base: torch.Tensor | None = None
+        with torch.no_grad():
+            for rows in length_bucketed(split.lengths, 16384):
+                state = model.prefix(*model.tokens([(split, rows)]))
+                for row, i in enumerate(rows):
+                    span = slice(split.offsets[i], split.offsets[i + 1])
+                    width = span.stop - span.start
+                    if state.x is not None:
+                        x = _room(x, len(split.ids), state.x)
+                        x[span] = state.x[row, :width]
+                    if state.base.dim() == 2:
+                        base = _room(base, len(split), state.base)
+                        base[i] = state.base[row]
+                    else:
+                        base = _room(base, len(split.ids), state.base)
+                        base[span] = state.base[row, :width]
+        assert base is not None
+        features.append(Features(split.offsets, x, base))
+    return CachedSource(model, splits, features)
+
+
+def _room(array: torch.Tensor | None, rows: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(rows, like.shape[-1]) if array is None else array
+
+
+class Stepper:
+    """Whole updates - groups, gradients, clip, AdamW - of one model under one method."""
+
+    def __init__(
+        self, config: Config, model: MultiTaskModel, source: Source, method: Method, observation: str
+    ) -> None:
+        self.config, self.model, self.source, self.method = config, model, source, method
+        names = list(model.tasks)
+        mixture = config.mixture
+        sizes = [len(lengths) for lengths in source.lengths]
+        self.updates = Updates(names, sizes, mixture.batch_size, mixture.group_size, config.seed)
+        self.options = UpdateOptions(names, observation, config.max_tokens_per_pass, config.seed)
+        self.optimizer, _ = make_optimizer(model, config.optimizer, 100)
+        self.number = 0
+        self.finite = True
+
+    def step(self) -> float:
+        """Seconds of one update."""
+        _synchronize(self.model.device)
+        began = time.perf_counter()
+        groups = self.updates.groups(self.number)
+        losses = run_update(self.model, self.source, groups, self.method, self.number, self.options)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.trainable_parameters(), self.config.optimizer.clip)
+        values = [*losses.tolist(), float(norm)]
+        self.optimizer.step()
+        _synchronize(self.model.device)
+        self.number += 1
+        self.finite = self.finite and all(map(math.isfinite, values))
+        return time.perf_counter() - began
+
+
+def measure(steppers: dict[str, Stepper], repeats: int, warmup: int = 1) -> list[Timing]:
+    """Median seconds of every stepper; they take turns, so that a slow spell hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    peaks: dict[str, float | None] = {}
+    for turn in range(warmup + repeats):
+        for name, stepper in steppers.items():
+            device = stepper.model.device
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            taken = stepper.step()
+            if turn >= warmup:
+                seconds[name].append(taken)
+            if device.type == "cuda":
+                peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30
+    return [
+        Timing(name, median(seconds[name]), min(seconds[name]), max(seconds[name]), peaks.get(name), s.finite)
+        for name, s in steppers.items()
+    ]
+
+
+def step_table(
+    names: Iterable[str], device: torch.device, length: int, repeats: int, tasks: int = 5
+) -> Iterator[tuple[str, str, list[Timing]]]:
+    """(model, cached or uncached, timings) of Baseline and GAR with both observation paths."""
+    classes = [2] * tasks
+    methods: list[tuple[str, Method, str]] = [
+        (Baseline.name, Baseline(), "one_pass"),
+        ("gar one_pass", GAR(), "one_pass"),
+        ("gar per_group", GAR(), "per_group"),
+    ]
+    for name in names:
+        config = Config.model_validate({"backbone": {"name": name, "max_length": length}})
+        model = synthetic_model(config, classes, device)
+        splits = synthetic_splits(classes, 2 * config.mixture.batch_size, length, config.seed)
+        sources: dict[str, Source] = {
+            "cached": cached_source(model, splits),
+            "uncached": RawSource(model, splits, CacheConfig()),
+        }
+        for kind, source in sources.items():
+            steppers = {label: Stepper(config, model, source, method, how) for label, method, how in methods}
+            yield name, kind, measure(steppers, repeats)
+
+
+def one_update(
+    config: Config,
+    classes: Sequence[int],
+    device: torch.device,
+    repeats: int = 1,
+    warmup: int = 1,
+    backbone: PreTrainedModel | None = None,
+) -> tuple[Timing, PreTrainedModel]:
+    """Step time and peak memory of a configuration at full size with random weights, uncached.
+
+    Also returns the backbone; given back, it saves the next configuration its making.
+    """
+    model = synthetic_model(config, classes, device, backbone)
+    splits = synthetic_splits(classes, 2 * config.mixture.batch_size, config.backbone.max_length, config.seed)
+    source = RawSource(model, splits, CacheConfig())
+    stepper = Stepper(config, model, source, config.method, config.observation)
+    return measure({config.preset or config.backbone.name: stepper}, repeats, warmup)[0], model.backbone
+
+
+def every_combination(
+    mixture: Mixture, backbone: str, device: torch.device, updates: int
+) -> Iterator[Combination]:
+    """Short runs of every site, gate and method on a real mixture; ``lora_ffn`` backbones stay frozen."""
+    for site, top_k, name in itertools.product(SITES, (4, 1), REGISTRY):
+        tree = {
+            "backbone": {"name": backbone, "trainable": site != "lora_ffn"},
+            "experts": {"site": site, "top_k": top_k},
+            "method": {"name": name},
+            "mixture": {"tasks": [task.name for task in mixture.tasks]},
+            "optimizer": {"updates": updates, "learning_rate": 1e-3 if site == "lora_ffn" else 5e-5},
+            "device": str(device),
+        }
+        try:
+            config = build(tree)
+        except UserError as refusal:
+            yield Combination(site, top_k, name, None, None, None, str(refusal).partition(": ")[2])
+            continue
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        model = MultiTaskModel.from_pretrained(
+            config.backbone, mixture.tasks, config.experts, seed=config.seed
+        )
+        seen: list[float] = []
+        hooks = Hooks(update=lambda done, total, loss, seen=seen: seen.append(loss))  # type: ignore[misc]
+        try:
+            result = train(model, mixture, config=config, hooks=hooks)
+        except TrainingFailure as failure:
+            yield Combination(site, top_k, name, None, None, None, str(failure))
+            continue
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+        losses = (seen[0], seen[-1])
+        yield Combination(site, top_k, name, result["timing"]["step_seconds_mean"], peak, losses, "")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import platform
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "cpu"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

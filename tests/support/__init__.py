@@ -1,0 +1,1 @@
+"""What the tests share: slow twins, tiny models, tiny worlds."""
