@@ -150,7 +150,7 @@ def test_every_section_is_there(sweep):
     assert page.tags["svg"] == 5 + 2 * 2 - 1  # no coefficient sweep here
     assert "Not drawn: no method has runs with more than one coefficient." in text
     states = {row[0]: row[-1] for row in page.tables["problems"][1:]}
-    assert set(states) == {"failed", "running", "unreadable"}
+    assert set(states) == {"failed", "unfinished", "unreadable"}
     assert "update 31: the loss of task <b>rte</b> & co is nan" in states["failed"]
     assert "5–6 tasks: six alone, see there." in text
 

@@ -15,6 +15,7 @@ from gar import metrics
 from gar.config import build
 from gar.errors import UserError
 from gar.runs.reading import FAILED, FINISHED, RUNNING, UNREADABLE, find_runs, read_run
+from gar.runs.state import State
 
 TASKS = {
     "five": ["qnli", "boolq", "rte", "paws", "wic"],
@@ -153,7 +154,7 @@ def test_states_and_reasons(tmp_path: Path) -> None:
     (broken / "result.json").write_text("{", encoding="utf-8")
     runs = {run.path.name[-1]: run for run in map(read_run, find_runs([tmp_path, tmp_path / "deep"]))}
     assert {seed: run.state for seed, run in runs.items()} == {
-        "1": FINISHED, "2": FAILED, "3": RUNNING, "4": UNREADABLE,
+        "1": FINISHED, "2": FAILED, "3": State.UNFINISHED, "4": UNREADABLE,
     }  # fmt: skip
     assert "TrainingFailure: update 31" in str(runs["2"].reason)
     assert "at update 30 of 2000" in str(runs["3"].reason)
@@ -164,14 +165,20 @@ def test_states_and_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"accuracy": {"macro": "high", "tasks": {"rte": 0.5}}}, "lacks accuracy.macro"),
-        ({"accuracy": {"macro": float("nan"), "tasks": {"rte": 0.5}}}, "accuracy.macro is nan"),
-        ({"accuracy": {"macro": 0.5, "tasks": {}}}, "lacks accuracy"),
-        ({"schema": 2}, "schema 2 is newer"),
-        ({"seed": "one"}, "lacks method or seed"),
-        ({"routing": None}, "lacks accuracy.macro, accuracy.tasks or routing"),
-        ({"routing": {"load_variance": "low"}}, "routing.load_variance is not a number"),
-        ({"timing": []}, "timing or updates"),
+        (
+            {"accuracy": {"macro": "high", "tasks": {"rte": 0.5}}},
+            "accuracy.macro is 'high'",
+        ),
+        (
+            {"accuracy": {"macro": float("nan"), "tasks": {"rte": 0.5}}},
+            "accuracy.macro is nan",
+        ),
+        ({"accuracy": {"macro": 0.5, "tasks": {}}}, "accuracy.tasks is {}"),
+        ({"schema": 2}, "2 is newer than this version's 1"),
+        ({"seed": "one"}, "seed is 'one'"),
+        ({"routing": None}, "routing is None"),
+        ({"routing": {"load_variance": "low"}}, "routing.load_variance is 'low', not a finite number"),
+        ({"timing": []}, "timing is []"),
     ],
 )
 def test_wrong_results_are_unreadable(tmp_path: Path, change: dict[str, Any], reason: str) -> None:

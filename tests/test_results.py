@@ -226,7 +226,7 @@ def test_frame_has_a_row_a_run_in_any_state(tmp_path):
     assert frame["state"].value_counts().to_dict() == {
         "finished": 42,
         "failed": 1,
-        "running": 1,
+        "unfinished": 1,
         "unreadable": 1,
     }
     assert repr(results).startswith("Results(42 finished, ")
@@ -289,7 +289,7 @@ def test_no_finished_run(tmp_path):
     results = load(tmp_path)
     assert results.settings == []
     assert (len(results.endpoints()), len(results.comparisons()), len(results.histories)) == (0, 0, 0)
-    assert [run.state for run in results.problems] == ["running"]
+    assert [run.state for run in results.problems] == ["unfinished"]
 
 
 @pytest.mark.parametrize(

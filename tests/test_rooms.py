@@ -12,10 +12,11 @@ import pytest
 import gar
 
 PACKAGE = Path(gar.__file__).parent
-#: A room imports only from rooms before it. The package's own ``__init__`` hands names out and imports none.
+#: A room imports only from rooms before it. The package's own ``__init__`` hands names out.
 ROOMS = (
-    "version", "errors", "seeds", "objective", "routing", "metrics", "nn", "observation", "methods", "config",
-    "runs", "data", "model", "features", "evaluation", "training", "presets", "sweeps", "report", "cli",
+    "version", "errors", "seeds", "objective", "routing", "metrics", "nn", "observation", "methods",
+    "plugins", "config", "runs", "data", "model", "features", "evaluation", "training", "presets", "sweeps",
+    "report", "cli",
 )  # fmt: skip
 
 

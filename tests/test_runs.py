@@ -16,15 +16,16 @@ import yaml
 from filelock import FileLock
 
 from gar import config as configuration
-from gar.config import Config, flat
+from gar.config import Config, Kind, digest, flat, kind_of
 from gar.data import Mixture, Task
 from gar.data.load import load as load_data
 from gar.data.task import Split
 from gar.errors import UserError
 from gar.methods import from_config
 from gar.model.multitask import MultiTaskModel
-from gar.runs.directory import FREE_KEYS
 from gar.runs.history import History, read_lines
+from gar.runs.reading import read_run
+from gar.runs.state import State
 from gar.runs.stopping import StopSignals
 from gar.training import Hooks, Interrupted, TrainingFailure, fit, train, train_from_config
 from support import tiny_runs
@@ -68,7 +69,8 @@ def test_the_files_of_a_run(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = make_config(world, method__name="gar", checkpoint__every=2)
     result = train_from_config(config, out)
-    files = {"config.yaml", "environment.json", "history.jsonl", "diagnostics.json", "result.json"}
+    files = {"config.yaml", "environment.json", "history.jsonl", "diagnostics.json", "checksums.json"}
+    files |= {"result.json"}
     assert names(out) == files | {"model"}
     assert json.loads((out / "result.json").read_text()) == result
     assert list(result) == [
@@ -257,7 +259,7 @@ def test_resuming_with_another_configuration_names_the_key(
 
 
 def test_where_a_run_goes_on_may_change(world: Path, tmp_path: Path) -> None:
-    assert set(flat(make_config(world).to_dict())) >= FREE_KEYS
+    assert kind_of("cache.directory") is Kind.PLACE
     out = tmp_path / "run"
     with pytest.raises(Interrupted):
         train_from_config(make_config(world), out, hooks=stop_at(2))
@@ -438,3 +440,75 @@ def test_a_failure_from_python_is_recorded(world: Path, tmp_path: Path) -> None:
     assert failure["reason"].startswith("update 2: the loss of task mood, group 0 is")
     assert (failure["update"], failure["checkpoint"]) == (2, "checkpoints/00000001")
     assert [line["update"] for line in read_lines(tmp_path / "run" / "history.jsonl")] == [1]
+
+
+# ---------------------------------------------------------------------- finished files, sessions, data
+
+
+@pytest.mark.parametrize("name", ["result.json", "history.jsonl", "environment.json", "diagnostics.json"])
+def test_a_flipped_digit_in_a_finished_file_is_told(world: Path, tmp_path: Path, name: str) -> None:
+    config, out = make_config(world), tmp_path / "run"
+    train_from_config(config, out)
+    assert read_run(out).state is State.FINISHED
+    content = (out / name).read_text(encoding="utf-8")
+    at = next(i for i, sign in enumerate(content) if sign in "12345678" and content[i - 1] == ".")
+    (out / name).write_text(content[:at] + str(int(content[at]) + 1) + content[at + 1 :], encoding="utf-8")
+    run = read_run(out)
+    assert run.state is State.UNREADABLE
+    assert str(run.reason).startswith(f"{name}: its checksum differs")
+    with pytest.raises(UserError, match=rf"{name}: its checksum differs"):
+        train_from_config(config, out, resume=True)
+
+
+def test_a_finished_run_without_checksums_or_model_is_read(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_from_config(make_config(world), out)
+    shutil.rmtree(out / "model")
+    assert read_run(out).state is State.FINISHED
+    (out / "checksums.json").unlink()  # as before version 0.2
+    assert read_run(out).state is State.FINISHED
+    (out / "checksums.json").write_text("{}")
+    assert str(read_run(out).reason).startswith("checksums.json: cannot be read")
+
+
+def test_every_session_of_a_run_leaves_a_trace(world: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "run", []
+    with pytest.raises(Interrupted):
+        train_from_config(make_config(world, threads=1), out, hooks=stop_at(2))
+    before = json.loads((out / "environment.json").read_text())
+    assert (before["threads"], "resumed" in before) == (1, False)
+    other = make_config(world, threads=2, cache__enabled=False)
+    train_from_config(other, out, resume=True, hooks=Hooks(message=said.append))
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["threads"] == 1
+    assert [session["threads"] for session in environment["resumed"]] == [2]
+    told = "\n".join(said)
+    assert "threads was 1 and is 2" in told
+    assert "cache.enabled was True and is False" in told
+
+
+def test_threads_of_a_run_end_with_it(world: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    train_from_config(make_config(world, threads=before + 1), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_every_key_says_what_it_is() -> None:
+    keys = {key: kind_of(key) for key in flat(Config().to_dict())}
+    assert {key for key, kind in keys.items() if kind is Kind.BOOKKEEPING} == {
+        *("checkpoint.every", "checkpoint.keep", "evaluation.every", "tracking", "preset")
+    }
+    assert {key for key, kind in keys.items() if kind is Kind.PLACE} == {
+        *("device", "threads", "data_dir", "plugins", "cache.enabled", "cache.directory", "observation"),
+        *("max_tokens_per_pass", "evaluation.batch_tokens", "backbone.gradient_checkpointing"),
+    }
+
+
+@pytest.mark.parametrize("key", ["cache.dtype=float16", "experts.rank=3", "method.coefficient=0.5"])
+def test_another_result_has_another_digest(world: Path, key: str) -> None:
+    config = make_config(world)
+    assert digest(config.override([key]).to_dict()) != digest(config.to_dict())
+    places = ["cache.directory=/elsewhere", "device=cuda", "threads=3", "checkpoint.every=7", "seed=4"]
+    assert digest(config.override(places).to_dict()) == digest(config.to_dict())
+    assert digest(config.to_dict(), {"mood": "a"}) != digest(config.to_dict(), {"mood": "b"})

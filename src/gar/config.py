@@ -1,18 +1,22 @@
 """The configuration tree: pydantic models, YAML in and out, ``key.sub=value`` overrides.
 
 Every key has a default, so a file names only what differs. Unknown keys and values are refused with the
-nearest valid name.
+nearest valid name. Every key says on its field what it is about (:class:`Kind`); whoever compares two
+configurations - a resumed run, a sweep, the report - asks there.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
+import hashlib
+import json
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -28,9 +32,28 @@ from pydantic import (
 
 from gar.errors import UserError, nearest
 from gar.methods import GAR, Choices, Method, from_config
+from gar.plugins import anchored_plugin, load_plugins
 
 #: Keys whose value decides what other keys mean.
 NAMING = ("method", "method.name", "mixture", "mixture.name")
+
+
+class Kind(enum.StrEnum):
+    """What a configuration key is about; a key that does not say is part of the result."""
+
+    RESULT = "result"
+    """What is computed: another value, another result."""
+    PLACE = "place"
+    """Where and how it is computed: the same result up to rounding. A resumed run may have another one, and
+    says so."""
+    BOOKKEEPING = "bookkeeping"
+    """What is kept, shown or called on the way."""
+
+
+#: ``key: Place[str] = ...`` in a section.
+T = typing.TypeVar("T")
+Place = Annotated[T, Kind.PLACE]
+Bookkeeping = Annotated[T, Kind.BOOKKEEPING]
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,7 +82,9 @@ class BackboneConfig(Section):
     max_length: int = Field(
         128, ge=8, description="tokens; longer inputs are truncated, longest segment first"
     )
-    gradient_checkpointing: bool = Field(False, description="trade time for memory in a trainable backbone")
+    gradient_checkpointing: Place[bool] = Field(
+        False, description="trade time for memory in a trainable backbone"
+    )
     random_weights: bool = Field(False, description="fresh weights from the config (benchmarks, smoke runs)")
 
 
@@ -87,8 +112,8 @@ class TaskConfig(Section):
     """A task of the user's own: local files or a hub data set."""
 
     name: str = Field(min_length=1)
-    train: str | None = Field(None, description="file: .csv .tsv .jsonl .parquet, each also .gz")
-    validation: str | None = None
+    train: Place[str | None] = Field(None, description="file: .csv .tsv .jsonl .parquet, each also .gz")
+    validation: Place[str | None] = None
     text: str | tuple[str, str] = Field("text", description="text column, or [a, b] for pairs")
     label: str = Field("label", description="label column")
     labels: tuple[str, ...] | None = Field(None, description="declared label names, in index order")
@@ -131,25 +156,27 @@ class OptimizerConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every: int = Field(0, ge=0, description="updates between evaluations during training; 0: only at the end")
-    batch_tokens: int = Field(16384, ge=1, description="padded tokens per forward pass")
+    every: Bookkeeping[int] = Field(
+        0, ge=0, description="updates between evaluations during training; 0: only at the end"
+    )
+    batch_tokens: Place[int] = Field(16384, ge=1, description="padded tokens per forward pass")
     probe_examples: int = Field(
         256, ge=1, description="per task, for the gradient probe; checked between whole loader batches"
     )
 
 
 class CheckpointConfig(Section):
-    every: int = Field(
+    every: Bookkeeping[int] = Field(
         0, ge=0, description="updates between checkpoints; 0: only at the end or when interrupted"
     )
-    keep: int = Field(2, ge=1)
+    keep: Bookkeeping[int] = Field(2, ge=1)
 
 
 class CacheConfig(Section):
     """The frozen-prefix feature cache."""
 
-    enabled: bool = True
-    directory: str | None = Field(None, description="default: $GAR_CACHE or ~/.cache/gar")
+    enabled: Place[bool] = True
+    directory: Place[str | None] = Field(None, description="default: $GAR_CACHE or ~/.cache/gar")
     dtype: Literal["float32", "float16"] = "float32"
 
 
@@ -164,17 +191,25 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cache: CacheConfig = CacheConfig()
-    observation: Literal["one_pass", "per_group"] = "one_pass"
+    observation: Place[Literal["one_pass", "per_group"]] = "one_pass"
     precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the computation")
-    max_tokens_per_pass: int | None = Field(
+    max_tokens_per_pass: Place[int | None] = Field(
         None, ge=1, description="split an update over passes of whole groups"
     )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, …")
-    data_dir: str | None = Field(
+    device: Place[str] = Field("auto", description="auto, cpu, cuda, cuda:1, …")
+    threads: Place[int | None] = Field(
+        None, ge=1, description="CPU threads; default: $OMP_NUM_THREADS, else all cores"
+    )
+    plugins: Place[tuple[str, ...]] = Field(
+        (), description="modules (or .py files) of your own, with methods or metrics"
+    )
+    data_dir: Place[str | None] = Field(
         None, description="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub"
     )
-    tracking: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
-    preset: str | None = Field(None, description="the paper preset this configuration came from, if any")
+    tracking: Bookkeeping[Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]] = "none"
+    preset: Bookkeeping[str | None] = Field(
+        None, description="the paper preset this configuration came from, if any"
+    )
     seed: int = Field(0, ge=0)
 
     @field_validator("method", mode="before")
@@ -264,8 +299,12 @@ def load_tree(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a directory, expected a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise UserError(
+            f"{str(path)!r}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -288,7 +327,11 @@ def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) ->
 
 
 def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
-    """Validate a plain tree; the first problem becomes one :class:`~gar.errors.UserError` line."""
+    """Validate a plain tree; the first problem becomes one :class:`~gar.errors.UserError` line.
+
+    Plugins that the tree names are loaded first: they may bring its method.
+    """
+    load_plugins(tree.get("plugins") or (), where)
     try:
         return Config.model_validate(copy.deepcopy(dict(tree)))
     except ValidationError as error:
@@ -359,6 +402,10 @@ def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
                         task[key] = anchored(task[key])
     if tree.get("data_dir") is not None:
         tree["data_dir"] = anchored(tree["data_dir"])
+    if isinstance(tree.get("plugins"), str):
+        tree["plugins"] = [tree["plugins"]]
+    if isinstance(tree.get("plugins"), list):
+        tree["plugins"] = [anchored_plugin(name, base) for name in tree["plugins"]]
     cache = tree.get("cache")
     if isinstance(cache, dict) and cache.get("directory") is not None:
         cache["directory"] = anchored(cache["directory"])
@@ -381,3 +428,58 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return values
+
+
+# ---------------------------------------------------------------------- what keys are about
+
+
+def kind_of(key: str) -> Kind:
+    """What a dotted key is about; an unknown one, of a newer version, counts as part of the result.
+
+    >>> kind_of("device"), kind_of("cache.dtype"), kind_of("checkpoint.every")
+    (<Kind.PLACE: 'place'>, <Kind.RESULT: 'result'>, <Kind.BOOKKEEPING: 'bookkeeping'>)
+    """
+    model: type[BaseModel] | None = Config
+    for part in key.split("."):
+        field = model.model_fields.get(part) if model is not None else None
+        if field is None:
+            return Kind.RESULT
+        if said := next((item for item in field.metadata if isinstance(item, Kind)), None):
+            return said
+        model = _section(field.annotation)
+    return Kind.RESULT
+
+
+def result_only(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's tree with the keys that make the result: what two runs of one thing share.
+
+    Where a task's files lie is a place; which data they hold, :func:`gar.data.identity` says.
+    """
+    return _of_kind(tree, Config)
+
+
+def digest(tree: Mapping[str, Any], data: Mapping[str, str] | None = None) -> str:
+    """Of what a configuration computes, its seed aside; ``data`` is the identity of its tasks' data."""
+    content = [result_only({**tree, "seed": None}), dict(data or {})]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _of_kind(tree: Mapping[str, Any], model: type[BaseModel] | None) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        field = model.model_fields.get(key) if model is not None else None
+        if field is not None and any(kind in field.metadata for kind in (Kind.PLACE, Kind.BOOKKEEPING)):
+            continue
+        section = None if field is None else _section(field.annotation)
+        if isinstance(value, Mapping):
+            value = _of_kind(value, section)
+        elif isinstance(value, list | tuple):
+            value = [_of_kind(item, section) if isinstance(item, Mapping) else item for item in value]
+        kept[key] = value
+    return kept
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field, the items of a tuple included."""
+    found = (m for m in _members(annotation) if isinstance(m, type) and issubclass(m, Section))
+    return next(found, None)

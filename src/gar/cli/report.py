@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gar import report as reporting
 from gar.report.results import METRICS, Results, load
-from gar.runs.reading import RUNNING
+from gar.runs.state import State
 
 COLUMNS = ("load_variance", "utilization", "gradient_mass_purity")
 
@@ -67,7 +67,11 @@ def _print(console: Console, results: Results, common_seeds: bool) -> None:
     for run, said in results.collapses:
         _line(console, f"{run.path}: {said}", "yellow")
     for run in results.problems:
-        _line(console, f"{run.state} {run.path}: {run.reason}", "red" if run.state != RUNNING else "dim")
+        _line(
+            console,
+            f"{run.state} {run.path}: {run.reason}",
+            "red" if run.state in (State.FAILED, State.UNREADABLE) else "dim",
+        )
 
 
 def _endpoints(setting: str, rows: list[dict[str, Any]]) -> Table:

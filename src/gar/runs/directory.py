@@ -1,13 +1,12 @@
-"""Hold a run directory: begin, resume, fail, finish.
+"""The one owner of a run directory while it is written: begin, resume, fail, finish.
 
 ``result.json`` is written last and atomically, so a directory with one is finished.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,138 +14,114 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from gar.config import Config, flat
+from gar.config import Config, flat, result_only
 from gar.errors import UserError
 from gar.runs.environment import environment
-from gar.runs.files import write_json, write_text
-from gar.runs.names import CHECKPOINTS, CONFIG, ENVIRONMENT, FAILURE, HISTORY, LOCK, RESULT
+from gar.runs.files import read_json, sync, write_json, write_text
+from gar.runs.names import (
+    CHECKPOINTS,
+    CONFIG,
+    DIAGNOSTICS,
+    ENVIRONMENT,
+    FAILURE,
+    HISTORY,
+    LOCK,
+    MODEL,
+)
+from gar.runs.result import DamagedFile, RunResult, check_files, read_result
+from gar.runs.state import State, is_locked, state_of
 
-#: What a resumed run may have otherwise: where it runs and what it keeps, not what it computes.
-FREE_KEYS = {
-    "device",
-    "data_dir",
-    "cache.enabled",
-    "cache.directory",
-    "tracking",
-    "checkpoint.every",
-    "checkpoint.keep",
-}
+#: Facts of an environment that may change last bits of what is computed.
+NUMERIC = ("device", "device_name", "threads", "libraries.torch", "libraries.transformers", "libraries.numpy")
+
+
+class RunDirectory:
+    """A run directory held by this process; made by :func:`hold`.
+
+    ``begun`` says whether an earlier process had begun the run, ``changed`` what is other now, in words.
+    """
+
+    def __init__(self, path: Path, begun: bool, changed: list[str]) -> None:
+        self.path, self.begun, self.changed = path, begun, changed
+
+    @property
+    def history(self) -> Path:
+        return self.path / HISTORY
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def model(self) -> Path:
+        return self.path / MODEL
+
+    def fail(self, error: str, reason: str, update: int | None = None) -> None:
+        """failure.json: see :func:`write_failure`."""
+        write_failure(self.path, error, reason, update)
+
+    def finish(self, result: RunResult, diagnosis: Mapping[str, Any]) -> None:
+        """diagnostics.json, then result.json; checkpoints are of no more use."""
+        write_json(self.path / DIAGNOSTICS, diagnosis)
+        sync(self.path)  # the model directory's entry, before a result says that it is there
+        result.write(self.path)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
 @contextmanager
-def run_directory(directory: Path, config: Config, resume: bool, note: str = "") -> Iterator[bool]:
+def hold(
+    path: Path, config: Config, resume: bool, *, note: str = "", data: Mapping[str, str] | None = None
+) -> Iterator[RunDirectory]:
     """Hold the directory for one process, with config.yaml and environment.json in it.
 
-    Yields whether a run had begun there. An error of the user's before the first update leaves the directory
-    as it was.
+    ``data`` are digests of the tasks' examples; a run goes on only with those that it began with. An error
+    of the user's before the first update leaves the directory as it was.
     """
-    check_directory(directory, resume)
-    new = not directory.exists()
+    check_directory(path, resume)
+    new = not path.exists()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / LOCK).acquire(timeout=0):
-            _check_state(directory, resume)  # again, since nobody else can change it now
-            stored = directory / CONFIG
-            begun = stored.is_file()
-            if begun:
-                _same_config(stored, config)
+        path.mkdir(parents=True, exist_ok=True)
+        with FileLock(path / LOCK).acquire(timeout=0):
+            _check_state(path, resume)  # again, since nobody else can change it now
+            begun = (path / CONFIG).is_file()
             try:
-                text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-                write_text(stored, note + text)
-                write_json(directory / ENVIRONMENT, environment(config))
-                (directory / FAILURE).unlink(missing_ok=True)
-                yield begun
+                yield _begin(path, config, begun, note, dict(data or {}))
             except (UserError, OSError):
-                if not begun and not _has_progress(directory):
-                    _forget(directory, new)
+                if not begun and not _has_progress(path):
+                    _forget(path, new)
                 raise
     except Timeout:
-        raise _busy(directory) from None
+        raise _busy(path) from None
     except OSError as error:
         if error.errno is None:
             raise
-        where = directory if error.filename is None else error.filename
+        where = path if error.filename is None else error.filename
         raise UserError(f"{where}: {error.strerror or error}; complete files are kept") from error
 
 
-def check_directory(directory: Path, resume: bool) -> None:
+def check_directory(path: Path, resume: bool) -> None:
     """Refuse a running and a finished run, and an unfinished one unless resuming."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory}: exists and is no directory")
-    if _is_locked(directory):
-        raise _busy(directory)
-    _check_state(directory, resume)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: exists and is no directory")
+    if is_locked(path):
+        raise _busy(path)
+    _check_state(path, resume)
 
 
-def _check_state(directory: Path, resume: bool) -> None:
-    if (directory / RESULT).is_file():
-        raise UserError(f"{directory}: holds a finished run; expected a new directory (--out)")
-    if (directory / CONFIG).is_file() and not resume:
-        raise UserError(
-            f"{directory}: holds an unfinished run; continue it with --resume or name a new directory"
-        )
-
-
-def finished(directory: Path, config: Config) -> dict[str, Any] | None:
+def finished(path: Path, config: Config) -> RunResult | None:
     """The result of a finished run of this configuration, or None where there is none."""
-    path = directory / RESULT
-    if not path.is_file():
+    if state_of(path) is not State.FINISHED:
         return None
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path}: not valid JSON; expected the result of a finished run") from None
-    if (directory / CONFIG).is_file():
-        _same_config(directory / CONFIG, config)
-    if not _is_locked(directory):  # left by a process that was killed at the very end
-        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
+        result = read_result(path)
+        check_files(path)
+    except DamagedFile as error:
+        raise UserError(f"{path}: {error}") from None
+    if (path / CONFIG).is_file():
+        _require_same(path / CONFIG, config)
+    if not is_locked(path):  # left by a process that was killed at the very end
+        shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
     return result
-
-
-def _is_locked(directory: Path) -> bool:
-    if not (directory / LOCK).is_file():
-        return False
-    try:
-        with FileLock(directory / LOCK).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:
-        return False
-
-
-def _busy(directory: Path) -> UserError:
-    return UserError(f"{directory}: another process is running in this directory")
-
-
-def _has_progress(directory: Path) -> bool:
-    history = directory / HISTORY
-    return bool(checkpoints(directory / CHECKPOINTS)) or (history.is_file() and history.stat().st_size > 0)
-
-
-def _forget(directory: Path, new: bool) -> None:
-    with suppress(OSError):
-        for name in (CONFIG, ENVIRONMENT, HISTORY, FAILURE):
-            (directory / name).unlink(missing_ok=True)
-        if new:
-            (directory / LOCK).unlink(missing_ok=True)
-            directory.rmdir()
-
-
-def _same_config(stored: Path, config: Config) -> None:
-    try:
-        tree = yaml.safe_load(stored.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise UserError(f"{stored}: cannot be read; expected the configuration of the run to resume")
-    before, now = flat(tree), flat(config.to_dict())
-    for key in dict.fromkeys([*now, *before]):
-        if key not in FREE_KEYS and before.get(key) != now.get(key):
-            raise UserError(
-                f"{stored}: the run to resume has {key}: {before.get(key)!r}, found {now.get(key)!r}; "
-                "expected the same configuration"
-            )
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -165,3 +140,96 @@ def write_failure(directory: Path, error: str, reason: str, update: int | None =
         "checkpoint": f"{CHECKPOINTS}/{kept[-1].name}" if kept else None,
     }
     write_json(directory / FAILURE, facts)
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """The tree of a config.yaml, or a :class:`~gar.errors.UserError`."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: cannot be read; expected the configuration of the run to resume")
+    return tree
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key in which two configurations compute something else, with both values.
+
+    >>> first_difference({"seed": 0, "device": "cpu"}, {"seed": 1, "device": "cuda"})
+    ('seed', 0, 1)
+    """
+    old, new = flat(result_only(before)), flat(result_only(now))
+    for key in dict.fromkeys([*new, *old]):
+        if old.get(key) != new.get(key):
+            return key, old.get(key), new.get(key)
+    return None
+
+
+def _begin(path: Path, config: Config, begun: bool, note: str, data: dict[str, str]) -> RunDirectory:
+    now = environment(config) | {"data": data}
+    changed: list[str] = []
+    if begun:
+        _require_same(path / CONFIG, config)
+        before = read_json(path / ENVIRONMENT) or {}
+        last = ([before, *before.get("resumed", [])])[-1]
+        _require_same_data(path, before.get("data") or {}, data)
+        changed = list(_differences(last, now))
+        write_json(path / ENVIRONMENT, {**before, "resumed": [*before.get("resumed", []), now]})
+    else:
+        write_json(path / ENVIRONMENT, now)
+    write_text(path / CONFIG, note + yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+    (path / FAILURE).unlink(missing_ok=True)
+    return RunDirectory(path, begun, changed)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    old, new = flat(before), flat(now)
+    keys = [*NUMERIC, *(key for key in new if key.startswith("place."))]
+    for key in keys:
+        if key in old and old[key] != new.get(key):
+            yield f"{key.removeprefix('place.')} was {old[key]!r} and is {new.get(key)!r}"
+
+
+def _require_same(stored: Path, config: Config) -> None:
+    if found := first_difference(stored_config(stored), config.to_dict()):
+        key, before, now = found
+        raise UserError(
+            f"{stored}: the run to resume has {key}: {before!r}, found {now!r}; "
+            "expected the same configuration"
+        )
+
+
+def _require_same_data(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for task, digest in now.items():
+        if before.get(task, digest) != digest:
+            raise UserError(
+                f"{path}: the data of task {task} are others than those the run began with; "
+                "expected the same examples, or a new directory"
+            )
+
+
+def _check_state(path: Path, resume: bool) -> None:
+    state = state_of(path)
+    if state is State.FINISHED:
+        raise UserError(f"{path}: holds a finished run; expected a new directory (--out)")
+    if (path / CONFIG).is_file() and not resume:
+        raise UserError(f"{path}: holds an unfinished run; continue it with --resume or name a new directory")
+
+
+def _busy(path: Path) -> UserError:
+    return UserError(f"{path}: another process is running in this directory")
+
+
+def _has_progress(path: Path) -> bool:
+    history = path / HISTORY
+    return bool(checkpoints(path / CHECKPOINTS)) or (history.is_file() and history.stat().st_size > 0)
+
+
+def _forget(path: Path, new: bool) -> None:
+    with suppress(OSError):
+        for name in (CONFIG, ENVIRONMENT, HISTORY, FAILURE):
+            (path / name).unlink(missing_ok=True)
+        if new:
+            (path / LOCK).unlink(missing_ok=True)
+            path.rmdir()

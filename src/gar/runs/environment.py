@@ -6,12 +6,14 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gar.config import Config
+from gar.config import Config, Kind, flat, kind_of
 from gar.errors import UserError, nearest
 from gar.version import __version__
 
@@ -36,9 +38,23 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def computing_threads(threads: int | None) -> Iterator[None]:
+    """Inside, torch computes on the CPU with this many threads; None leaves its own choice as it is."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(before)
+
+
 def environment(config: Config) -> dict[str, Any]:
-    """Versions, device, seed and commit behind a run."""
+    """Versions, device, threads, seed and commit behind a run, and the keys that say where it runs."""
     device = resolve_device(config.device)
+    places = {key: value for key, value in flat(config.to_dict()).items() if kind_of(key) is Kind.PLACE}
     return {
         "gar": __version__,
         "python": platform.python_version(),
@@ -51,6 +67,7 @@ def environment(config: Config) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "seed": config.seed,
         "commit": _commit(),
+        "place": {key: value for key, value in places.items() if key not in ("device", "threads")},
         "command": sys.argv,
     }
 

@@ -1,37 +1,61 @@
-"""Files that are whole or as they were."""
+"""Files that are whole or as they were, and on the disk when a function returns."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 22  # bytes read at a time
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Atomically."""
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A JSON object, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically: the file is whole or as it was."""
+    """UTF-8 text, atomically."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Atomically: whatever happens, the file is whole or as it was, and nothing else is left behind."""
     working = path.with_name(f".{path.name}.partial")
     try:
-        with working.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with working.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(working, path)
+        sync(path.parent)
     except OSError:
         working.unlink(missing_ok=True)
         raise
 
 
+def append_text(path: Path, text: str) -> None:
+    """At the end of a file, on the disk when it returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is none or it was cut short."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def sync(path: Path) -> None:
-    """Force a file's or directory's content to the disk."""
+    """Force a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,10 +72,6 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none or it was cut short."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+def checksum_of(content: bytes) -> str:
+    """As :func:`checksum`, of bytes in memory."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gar.runs.files import write_text
+from gar.runs.files import append_text, write_text
 from gar.runs.tracking import Tracker
 
 
@@ -52,10 +52,9 @@ class History:
         self.flush()
 
     def flush(self) -> None:
-        """Bring everything noted into the file."""
+        """Bring everything noted onto the disk."""
         if self.path is not None and self._pending:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(self._pending))
+            append_text(self.path, "".join(self._pending))
         self._pending.clear()
 
     def _add(self, line: dict[str, Any]) -> None:

@@ -9,4 +9,4 @@ CONFIG, ENVIRONMENT, HISTORY, RESULT, FAILURE = (
     "failure.json",
 )
 CHECKPOINTS, MODEL, LOCK, LOG = "checkpoints", "model", ".lock", "log.txt"
-DIAGNOSTICS = "diagnostics.json"
+DIAGNOSTICS, CHECKSUMS = "diagnostics.json", "checksums.json"

@@ -7,10 +7,10 @@ import os
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, LOG, MODEL, RESULT
+from gar.runs.names import CHECKSUMS, CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, LOG, MODEL, RESULT
 
 #: Files of a run directory that travel back from another machine; the model is added on demand.
-TRAVELLING = (CONFIG, ENVIRONMENT, HISTORY, FAILURE, LOG, DIAGNOSTICS, RESULT)
+TRAVELLING = (CONFIG, ENVIRONMENT, HISTORY, FAILURE, LOG, DIAGNOSTICS, CHECKSUMS, RESULT)
 
 
 def pack(directory: Path, model: bool) -> bytes:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,13 @@ import yaml
 
 from gar.config import build
 from gar.errors import UserError
+from gar.runs.files import read_json
+from gar.runs.history import read_lines
+from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, RESULT
+from gar.runs.result import check_files, read_result
+from gar.runs.state import State, is_locked
 
-SCHEMA = 1
-FINISHED, RUNNING, FAILED, UNREADABLE = "finished", "running", "failed", "unreadable"
+FINISHED, FAILED, RUNNING, UNREADABLE = State.FINISHED, State.FAILED, State.RUNNING, State.UNREADABLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,7 @@ class Run:
     """What a run directory holds; sections that could not be read are empty."""
 
     path: Path
-    state: str
+    state: State
     reason: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -34,24 +36,12 @@ class Run:
     @cached_property
     def history(self) -> list[dict[str, Any]]:
         """The complete lines of history.jsonl; a last line cut short is passed over."""
-        try:
-            text = (self.path / "history.jsonl").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return []
-        lines = []
-        for line in text.splitlines():
-            try:
-                value = json.loads(line)
-            except ValueError:
-                break
-            if isinstance(value, dict) and isinstance(value.get("update"), int):
-                lines.append(value)
-        return lines
+        return read_lines(self.path / HISTORY)
 
     @cached_property
     def seen(self) -> list[list[dict[str, Any]]]:
         """Per expert what it sees most, from diagnostics.json; empty where the run has none of this form."""
-        diagnosis = _optional_json(self.path / "diagnostics.json")
+        diagnosis = read_json(self.path / DIAGNOSTICS) or {}
         experts = diagnosis.get("seen")
         if not isinstance(experts, list) or not all(_is_seen(expert) for expert in experts):
             return []
@@ -91,24 +81,27 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read one run directory. Nothing in it raises: what is broken makes the run unreadable."""
-    environment = _optional_json(path / "environment.json")
+    environment = read_json(path / ENVIRONMENT) or {}
+    config: dict[str, Any] = {}
     try:
-        config = _read_config(path / "config.yaml")
+        config = _read_config(path / CONFIG)
+        if (path / RESULT).is_file():
+            result = read_result(path)
+            check_files(path, CONFIG, ENVIRONMENT, HISTORY, DIAGNOSTICS)
+            return Run(path, State.FINISHED, None, config, environment, result.to_dict())
     except ValueError as error:
-        return Run(path, UNREADABLE, str(error), {}, environment)
-    if (path / "result.json").is_file():
-        try:
-            return Run(path, FINISHED, None, config, environment, _read_result(path / "result.json"))
-        except ValueError as error:
-            return Run(path, UNREADABLE, str(error), config, environment)
-    if (path / "failure.json").is_file():
-        failure = _optional_json(path / "failure.json")
-        kind, reason = failure.get("error", "failed"), failure.get("reason", "failure.json is not readable")
-        return Run(path, FAILED, f"{kind}: {reason}", config, environment)
-    run = Run(path, RUNNING, None, config, environment)
+        return Run(path, State.UNREADABLE, str(error), config, environment)
+    if (path / FAILURE).is_file():
+        failure = read_json(path / FAILURE) or {}
+        kind, reason = failure.get("error", "failed"), failure.get("reason", f"{FAILURE} is not readable")
+        return Run(path, State.FAILED, f"{kind}: {reason}", config, environment)
+    running = is_locked(path)
+    run = Run(path, State.RUNNING if running else State.UNFINISHED, None, config, environment)
     total = (config.get("optimizer") or {}).get("updates")
     where = f"at update {run.last_update}" + (f" of {total}" if total and run.last_update <= total else "")
-    return Run(path, RUNNING, f"no result yet, {where}: still running, or stopped", config, environment)
+    return replace(
+        run, reason=f"no result yet, {where}" + ("" if running else ": stopped, or on another machine")
+    )
 
 
 def seen_name(entry: Mapping[str, Any]) -> str:
@@ -132,50 +125,26 @@ def _search(path: Path) -> Iterator[Path]:
 
 
 def _is_run(files: set[str]) -> bool:
-    started = "config.yaml" in files and files & {"environment.json", "history.jsonl"}
-    return bool(started or files & {"result.json", "failure.json"})
+    started = CONFIG in files and files & {ENVIRONMENT, HISTORY}
+    return bool(started or files & {RESULT, FAILURE})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"config.yaml: {error.strerror or error}") from None
+        raise ValueError(f"{CONFIG}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError):
-        raise ValueError("config.yaml: not valid YAML") from None
+        raise ValueError(f"{CONFIG}: not valid YAML") from None
     if not isinstance(tree, dict):
-        raise ValueError("config.yaml: not a mapping")
+        raise ValueError(f"{CONFIG}: not a mapping")
     for section in ("backbone", "experts", "method", "mixture", "optimizer"):
         if not isinstance(tree.get(section, {}), dict):
-            raise ValueError(f"config.yaml: {section} is not a mapping")
+            raise ValueError(f"{CONFIG}: {section} is not a mapping")
     try:
         return build(tree).to_dict()  # keys that an older version did not write get their defaults
     except UserError:
         return tree  # of a version that knows other keys; compared as it is
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"result.json: {error.strerror or error}") from None
-    except ValueError:
-        raise ValueError("result.json: not valid JSON") from None
-    if not _is_sections(tree):
-        raise ValueError("result.json: lacks accuracy.macro, accuracy.tasks or routing")
-    if isinstance(tree.get("schema"), int) and tree["schema"] > SCHEMA:
-        raise ValueError(f"result.json: schema {tree['schema']} is newer than this version's {SCHEMA}")
-    if not isinstance(tree.get("seed"), int) or not isinstance(tree.get("method"), str):
-        raise ValueError("result.json: lacks method or seed")
-    if not isinstance(tree.get("timing", {}), dict) or not isinstance(tree.get("updates", 0), int):
-        raise ValueError("result.json: timing or updates has another form")
-    for key, value in _leaves(tree):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"result.json: {key} is {value}, not a finite number")
-    for key in ("load_variance", "utilization", "gradient_mass_purity"):
-        if not isinstance(tree["routing"].get(key, 0.0), int | float):
-            raise ValueError(f"result.json: routing.{key} is not a number")
-    return dict(tree)
 
 
 def _is_sections(value: Any) -> bool:
@@ -199,22 +168,3 @@ def _is_seen(expert: Any) -> bool:
         and isinstance(entry.get("token", entry.get("task")), str)
         for entry in expert
     )
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for child in value:
-            yield from _leaves(child, key)
-    else:
-        yield key, value
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

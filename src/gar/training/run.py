@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,11 +19,12 @@ from gar.errors import UserError, nearest
 from gar.methods import GAR, Method
 from gar.model import MultiTaskModel
 from gar.model.multitask import WEIGHTS_FILE
-from gar.runs.directory import check_directory, finished, run_directory, write_failure
-from gar.runs.environment import resolve_device
-from gar.runs.files import sync, write_json
+from gar.runs.directory import RunDirectory, check_directory, finished, hold
+from gar.runs.environment import computing_threads, resolve_device
+from gar.runs.files import sync
 from gar.runs.history import History
-from gar.runs.names import CHECKPOINTS, DIAGNOSTICS, HISTORY, MODEL, RESULT, SCHEMA
+from gar.runs.names import MODEL, SCHEMA
+from gar.runs.result import RunResult
 from gar.runs.tracking import Tracker
 from gar.training.card import model_card
 from gar.training.loop import Hooks, TrainingFailure, fit
@@ -61,20 +61,18 @@ def train(
         raise TypeError("give either config= or method and options, not both")
     else:
         _check_described(config, model, mixture)
-    model.to(resolve_device(config.device))
-    if out is None:
-        with closing(Tracker(config.tracking, None, config.to_dict())) as tracker:
-            sections = fit(model, mixture, config, history=History(None, tracker), hooks=hooks)
-        return _result(config, mixture, sections)
-    directory = Path(out)
-    if resume and (result := finished(directory, config)) is not None:
-        weights = directory / MODEL / WEIGHTS_FILE
-        if weights.is_file():
-            model.load_owned_state(load_file(weights), str(weights))
-        return result
-    note = "" if described else IN_MEMORY
-    with run_directory(directory, config, resume, note) as begun:
-        return _train_into(directory, model, mixture, config, begun, hooks)
+    with computing_threads(config.threads):
+        model.to(resolve_device(config.device))
+        if out is None:
+            return _fit(model, mixture, config, None, hooks).to_dict()
+        path = Path(out)
+        if resume and (result := finished(path, config)) is not None:
+            weights = path / MODEL / WEIGHTS_FILE
+            if weights.is_file():
+                model.load_owned_state(load_file(weights), str(weights))
+            return result.to_dict()
+        with hold(path, config, resume, note="" if described else IN_MEMORY) as directory:
+            return _fit(model, mixture, config, directory, hooks).to_dict()
 
 
 def train_from_config(
@@ -86,7 +84,7 @@ def train_from_config(
     """
     directory = Path(out)
     if resume and (result := finished(directory, config)) is not None:
-        return result
+        return result.to_dict()
     check_directory(directory, resume)
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     model = MultiTaskModel.from_pretrained(
@@ -95,41 +93,44 @@ def train_from_config(
     return train(model, mixture, config=config, out=out, resume=resume, hooks=hooks)
 
 
-def _train_into(
-    directory: Path,
+def _fit(
     model: MultiTaskModel,
     mixture: Mixture,
     config: Config,
-    resume: bool,
+    directory: RunDirectory | None,
     hooks: Hooks | None,
-) -> dict[str, Any]:
-    with closing(Tracker(config.tracking, directory, config.to_dict())) as tracker:
-        history = History(directory / HISTORY, tracker)
+) -> RunResult:
+    """Train, measure, and leave a finished directory behind, where there is one."""
+    hooks = hooks or Hooks()
+    path = None if directory is None else directory.path
+    with closing(Tracker(config.tracking, path, config.to_dict())) as tracker:
+        history = History(None if directory is None else directory.history, tracker)
         try:
+            for change in [] if directory is None else directory.changed:
+                hooks.message(
+                    f"goes on although {change}: the same up to rounding, see docs/reproducibility.md"
+                )
             sections = fit(
                 model,
                 mixture,
                 config,
                 history=history,
-                checkpoints=directory / CHECKPOINTS,
-                resume=resume,
+                checkpoints=None if directory is None else directory.checkpoints,
+                resume=directory is not None and directory.begun,
                 hooks=hooks,
             )
             result = _result(config, mixture, sections)
-            _save_model(directory / MODEL, model, model_card(model, config, mixture, result))
-            write_json(directory / DIAGNOSTICS, sections["diagnosis"])
+            if directory is not None:
+                _save_model(directory.model, model, model_card(model, config, mixture, result.to_dict()))
+                directory.finish(result, sections["diagnosis"])
         except Exception as error:
-            update = error.update if isinstance(error, TrainingFailure) else history.last_update
-            with suppress(OSError):  # a full disk must not hide the error itself
-                history.flush()
-                write_failure(directory, type(error).__name__, str(error), update)
+            if directory is not None:
+                update = error.update if isinstance(error, TrainingFailure) else history.last_update
+                with suppress(OSError):  # a full disk must not hide the error itself
+                    history.flush()
+                    directory.fail(type(error).__name__, str(error), update)
             raise
-        write_json(directory / RESULT, result)
-        sync(directory)
-        tracker.log(
-            result["updates"], {"evaluation": {key: sections[key] for key in ("accuracy", "routing")}}
-        )
-    shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
+        tracker.log(result.updates, {"evaluation": {key: sections[key] for key in ("accuracy", "routing")}})
     return result
 
 
@@ -150,16 +151,18 @@ def _save_model(directory: Path, model: MultiTaskModel, card: str) -> None:
         ) from error
 
 
-def _result(config: Config, mixture: Mixture, sections: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "method": config.method.name,
-        "mixture": mixture.name,
-        "seed": config.seed,
-        "updates": sections["updates"],
-        "examples": {task.name: [len(task.train), len(task.validation)] for task in mixture.tasks},
-        **{key: sections[key] for key in ("accuracy", "routing", "timing")},
-    }
+def _result(config: Config, mixture: Mixture, sections: dict[str, Any]) -> RunResult:
+    return RunResult.model_validate(
+        {
+            "schema": SCHEMA,
+            "method": config.method.name,
+            "mixture": mixture.name,
+            "seed": config.seed,
+            "updates": sections["updates"],
+            "examples": {task.name: (len(task.train), len(task.validation)) for task in mixture.tasks},
+            **{key: sections[key] for key in ("accuracy", "routing", "timing")},
+        }
+    )
 
 
 def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options: Mapping[str, Any]) -> Config:
