@@ -7,7 +7,6 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -18,56 +17,10 @@ from gar.presets import catalogue as presets
 from gar.report import figures, write
 from gar.report.results import load
 from gar.report.style import svg
-from test_report_runs import write_run, write_sweep
+from support.made_up_runs import write_run, write_sweep
+from support.pages import read
 
 NASTY = "<script>alert(1)</script> & 50%_ü $x$ {y} \\z | 漢"
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-
-
-class Reader(HTMLParser):
-    """Tables as lists of rows, ids, and whether tags are balanced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.ids, self.links, self.open = {}, [], [], []
-        self.tags, self.cell, self.table = Counter(), None, None
-
-    def handle_starttag(self, tag, attrs):
-        values = dict(attrs)
-        self.tags[tag] += 1
-        self.ids += [values["id"]] if "id" in values else []
-        self.links += [v for k, v in attrs if k in ("href", "src", "xlink:href") and v]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.table = self.tables.setdefault(values["id"], [])
-        elif tag == "tr":
-            self.table.append([])
-        elif tag in ("td", "th"):
-            self.cell = ""
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-        if tag in ("td", "th"):
-            self.table[-1].append(self.cell)
-            self.cell = None
-
-    def handle_data(self, data):
-        if self.cell is not None:
-            self.cell += data
-
-
-def read(text):
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == []
-    return reader
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 
 from gar.report import write
 from gar.report.results import load
-from test_report import read
-from test_report_runs import write_run
+from support.made_up_runs import write_run
+from support.pages import read
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None

@@ -14,7 +14,7 @@ from gar.errors import UserError
 from gar.presets import paper
 from gar.report.results import METRICS, Results, load
 from gar.runs.reading import FAILED
-from test_report_runs import TASKS, write_run, write_sweep
+from support.made_up_runs import TASKS, write_run, write_sweep
 
 ACCURACIES = {  # (mixture, method, seed): macro accuracy
     ("five", "baseline"): {1: 0.60, 2: 0.62, 3: 0.61},

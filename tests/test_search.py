@@ -32,7 +32,7 @@ from gar.sweeps.search import (
     space,
 )
 from gar.sweeps.trials import TrialError, run_trials
-from test_sweep import PRETENDER, StandIn, quiet, tiny_base
+from support.sweeps import PRETENDER, StandIn, quiet, tiny_base
 
 Tree = dict[str, Any]
 Objective = Callable[[Trial], float | None]
@@ -392,10 +392,10 @@ def test_the_command_searches_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     arguments = [str(tmp_path / "own.yaml"), "--method", "gar", "--out", str(out), "--jobs", "2"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    chosen = configuration.load(out / "own" / "a+b" / "gar" / "chosen.yaml")
+    chosen = configuration.load(out / "own" / "mood+nli" / "gar" / "chosen.yaml")
     assert chosen.method.name == "gar"
     assert chosen.optimizer.updates == 3
-    assert (out / "own" / "a+b" / "baseline" / "chosen.yaml").is_file()
+    assert (out / "own" / "mood+nli" / "baseline" / "chosen.yaml").is_file()
     monkeypatch.setattr(LocalExecutor, "command", ("/no/such/program",))
     assert CliRunner().invoke(app, arguments).exit_code == 0  # everything is stored
 

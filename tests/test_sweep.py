@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import csv
-import functools
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +19,13 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from transformers import BertConfig, BertModel, BertTokenizer
 from typer.testing import CliRunner
 
 from gar.cli import sweep as cli
 from gar.config import build
 from gar.errors import UserError
 from gar.runs.directory import write_failure
-from gar.runs.files import read_json, write_json
+from gar.runs.files import read_json
 from gar.runs.names import CHECKPOINTS, CONFIG, FAILURE, RESULT
 from gar.runs.packing import pack, unpack
 from gar.runs.state import State, state_of
@@ -43,113 +36,7 @@ from gar.sweeps.progress import View
 from gar.sweeps.suite import Suite, build_suite
 from gar.sweeps.sweep import hold, make_plan, read_status, run_sweep
 from gar.training import train_from_config
-
-Tree = dict[str, Any]
-
-# ---------------------------------------------------------------------- a tiny world
-
-
-@functools.cache
-def tiny_world() -> Path:
-    """A directory with a tiny BERT and two tasks as CSV files."""
-    directory = Path(tempfile.mkdtemp(prefix="gar-tiny-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
-    (directory / "vocab.txt").write_text("\n".join(words))
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape)).save_pretrained(
-        directory / "bert"
-    )
-    BertTokenizer(str(directory / "vocab.txt")).save_pretrained(directory / "bert")
-    numbers = random.Random(0)
-    for task in "ab":
-        for split, size in (("train", 40), ("dev", 12)):
-            with (directory / f"{task}-{split}.csv").open("w", newline="") as file:
-                rows = csv.writer(file)
-                rows.writerow(["text", "label"])
-                for i in range(size):
-                    text = " ".join(f"w{numbers.randrange(20) + 20 * (i % 2)}" for _ in range(6))
-                    rows.writerow([text, ("bad", "good")[i % 2]])
-    return directory
-
-
-def tiny_base(updates: int = 3) -> Tree:
-    """A configuration tree that trains in well under a second."""
-    world = tiny_world()
-    tasks = [
-        {"name": t, "train": str(world / f"{t}-train.csv"), "validation": str(world / f"{t}-dev.csv")}
-        for t in "ab"
-    ]
-    return {
-        "backbone": {"name": str(world / "bert"), "max_length": 16},
-        "experts": {"count": 3, "top_k": 2, "rank": 2},
-        "mixture": {"batch_size": 8, "group_size": 4, "tasks": tasks},
-        "optimizer": {"updates": updates, "learning_rate": 1e-3},
-        "evaluation": {"probe_examples": 8},
-        "cache": {"directory": str(world / "cache")},
-        "device": "cpu",
-    }
-
-
-def tiny_suite(updates: int = 3, **tree: Any) -> Suite:
-    return build_suite({"settings": {"tiny": tiny_base(updates)}, **tree}, "tiny", Path.cwd())
-
-
-def directories(plan_or_suite: Any, out: Path) -> Iterator[Path]:
-    return (out / run.id for run in plan_or_suite.runs())
-
-
-def quiet() -> View:
-    return View(0, console=Console(file=io.StringIO()))
-
-
-class StandIn:
-    """An executor that runs nothing: ``does(job)`` says how each job ends."""
-
-    def __init__(self, does: Callable[[Job], Event], slots: int = 2) -> None:
-        self.does, self.slots = does, slots
-        self.waiting: list[Job] = []
-        self.seen: list[str] = []
-        self.most = 0
-        self.stopped = False
-
-    @property
-    def busy(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def free(self) -> int:
-        return self.slots - self.busy
-
-    def submit(self, job: Job) -> None:
-        assert not self.stopped
-        self.waiting.append(job)
-        self.seen.append(job.id)
-        self.most = max(self.most, self.busy)
-
-    def events(self, timeout: float) -> list[Event]:
-        job = self.waiting.pop(0)
-        return [Event(job, "interrupted") if self.stopped else self.does(job)]
-
-    def stop(self) -> None:
-        self.stopped = True
-
-    def close(self) -> None:
-        pass
-
-
-def finish(job: Job) -> Event:
-    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
-    write_json(job.out / RESULT, {"accuracy": {"macro": 0.5}})
-    return Event(job, "finished", {"accuracy": 0.5, "seconds": 2.0})
-
-
-def fail(job: Job, reason: str = "no luck") -> Event:
-    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
-    write_failure(job.out, "Broken", reason)
-    return Event(job, "failed", {"error": "Broken", "reason": reason, "seconds": 1.0})
-
+from support.sweeps import PRETENDER, StandIn, directories, fail, finish, quiet, tiny_base, tiny_suite
 
 # ---------------------------------------------------------------------- the coordinator
 
@@ -170,14 +57,14 @@ def test_a_sweep_runs_all_and_then_nothing(tmp_path: Path) -> None:
 
 def test_failures_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     suite = tiny_suite(methods=["baseline", "gar"], seeds=3)
-    bad = {"tiny/a+b/baseline/seed-1", "tiny/a+b/gar/seed-2"}
+    bad = {"tiny/mood+nli/baseline/seed-1", "tiny/mood+nli/gar/seed-2"}
     outcome = run_sweep(
         make_plan(suite, tmp_path), StandIn(lambda j: fail(j) if j.id in bad else finish(j)), view=quiet()
     )
     assert (outcome.finished, outcome.failed, outcome.exit_code) == (4, 2, 1)
     status = read_status(tmp_path)
     assert set(status.failures) == bad
-    assert status.cells == {("tiny", "a+b"): Counter(finished=4, failed=2)}
+    assert status.cells == {("tiny", "mood+nli"): Counter(finished=4, failed=2)}
     # Left alone without --retry-failed, but still said by the exit code.
     executor = StandIn(finish)
     assert run_sweep(make_plan(suite, tmp_path), executor, view=quiet()).exit_code == 1
@@ -230,10 +117,10 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_ours(tmp_path:
 def test_a_configuration_that_cannot_run_fails_alone(tmp_path: Path) -> None:
     suite = tiny_suite(methods=["baseline", "stgc"], set={"experts.site": "full_ffn"}, seeds=2)
     plan = make_plan(suite, tmp_path)
-    assert list(plan.refused) == ["tiny/a+b/stgc"]
+    assert list(plan.refused) == ["tiny/mood+nli/stgc"]
     outcome = run_sweep(plan, StandIn(finish), view=quiet())
     assert (outcome.finished, outcome.failed, outcome.exit_code) == (2, 2, 1)
-    assert "full_ffn" in read_status(tmp_path).failures["tiny/a+b/stgc/seed-1"]
+    assert "full_ffn" in read_status(tmp_path).failures["tiny/mood+nli/stgc/seed-1"]
     assert run_sweep(make_plan(suite, tmp_path), StandIn(finish), view=quiet()).exit_code == 1
     with pytest.raises(UserError, match=r"unknown key 'optimizer\.updatess'; did you mean 'updates'"):
         make_plan(suite.replace({"optimizer.updatess": 3}), tmp_path)
@@ -339,27 +226,6 @@ def test_the_first_signal_asks_and_the_second_acts() -> None:
 
 # ---------------------------------------------------------------------- worker processes, without a model
 
-PRETENDER = """
-import json, os, signal, sys, time
-def say(**event):
-    print(json.dumps(event), flush=True)
-say(kind="ready")
-for line in sys.stdin:
-    what = json.loads(line)["id"].split("-")[0]
-    say(kind="progress", stage="update", done=1, total=2, loss=0.5)
-    if what == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "exits":
-        sys.exit(3)
-    elif what == "broken":
-        say(kind="failed", error="RuntimeError", reason="strange", healthy=False)
-        break
-    elif what == "waits":
-        time.sleep(60)
-    else:
-        say(kind="finished", accuracy=os.getpid())
-"""
-
 
 class Pretended(LocalExecutor):
     command = (sys.executable, "-c", PRETENDER)
@@ -428,11 +294,11 @@ def failing_suite(seeds: int) -> Suite:
 def sabotage(job: Job) -> Job:
     """The three that are to fail: a non-finite loss, a missing file, a worker killed in a long run."""
     config = json.loads(json.dumps(job.config))
-    if job.id == "tiny/a+b/gar-plain/seed-0":
+    if job.id == "tiny/mood+nli/gar-plain/seed-0":
         config["optimizer"] |= {"learning_rate": 1e30, "updates": 20, "clip": 1e30}
-    elif job.id == "tiny/a+b/gar-slow/seed-0":
+    elif job.id == "tiny/mood+nli/gar-slow/seed-0":
         config["mixture"]["tasks"][0]["train"] = "/nowhere/at/all.csv"
-    elif job.id == "tiny/a+b/baseline-slow/seed-1":
+    elif job.id == "tiny/mood+nli/baseline-slow/seed-1":
         config["optimizer"]["updates"] = 100_000
     return Job(job.id, config, job.out, job.probe, job.keep_model)
 
@@ -448,7 +314,7 @@ class Sabotaged(LocalExecutor):
         super().submit(sabotage(job))
 
     def events(self, timeout: float) -> list[Event]:
-        victim = "tiny/a+b/baseline-slow/seed-1"
+        victim = "tiny/mood+nli/baseline-slow/seed-1"
         if (process := self.process_of(victim)) and list((self.out / victim / CHECKPOINTS).glob("[0-9]*")):
             os.kill(process, signal.SIGKILL)
         return super().events(timeout)
@@ -462,17 +328,17 @@ def check_failing_sweep(out: Path, seeds: int) -> None:
     assert (outcome.finished, outcome.failed, outcome.exit_code) == (4 * seeds - 3, 3, 1)
     failures = read_status(out).failures
     assert len(failures) == 3
-    reason = failures["tiny/a+b/gar-plain/seed-0"]
+    reason = failures["tiny/mood+nli/gar-plain/seed-0"]
     assert "not finite" in reason or "is nan" in reason or "is inf" in reason
-    assert "/nowhere/at/all.csv: no such file" in failures["tiny/a+b/gar-slow/seed-0"]
-    killed = failures["tiny/a+b/baseline-slow/seed-1"]
+    assert "/nowhere/at/all.csv: no such file" in failures["tiny/mood+nli/gar-slow/seed-0"]
+    killed = failures["tiny/mood+nli/baseline-slow/seed-1"]
     assert killed.startswith("the worker process was killed by SIGKILL (last checkpoint: checkpoints/0")
-    result = read_json(out / "tiny/a+b/gar-plain/seed-1" / RESULT)
+    result = read_json(out / "tiny/mood+nli/gar-plain/seed-1" / RESULT)
     assert result is not None
     assert result["method"] == "gar"
     assert result["seed"] == 1
-    assert not (out / "tiny/a+b/gar-plain/seed-1" / "model").exists()
-    assert not (out / "tiny/a+b/gar-plain/seed-1" / CHECKPOINTS).exists()
+    assert not (out / "tiny/mood+nli/gar-plain/seed-1" / "model").exists()
+    assert not (out / "tiny/mood+nli/gar-plain/seed-1" / CHECKPOINTS).exists()
 
 
 def rounded(tree: Any) -> Any:
@@ -497,7 +363,7 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     assert (outcome.finished, outcome.failed) == (8, 0)
     # A worker that ran other jobs before trains what a run of its own trains, bit for bit; the diagnostics
     # agree to what the alignment of buffers leaves of float64 sums.
-    run = next(r for r in failing_suite(2).runs() if r.id == "tiny/a+b/gar-slow/seed-1")
+    run = next(r for r in failing_suite(2).runs() if r.id == "tiny/mood+nli/gar-slow/seed-1")
     alone = train_from_config(build(run.tree()), tmp_path / "alone")
     swept = read_json(tmp_path / run.id / RESULT)
     assert swept is not None
@@ -519,7 +385,7 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     verb = ["-c", "from gar.cli import main; main()", "sweep"]
     command = [sys.executable, *verb, str(tmp_path / "long.yaml"), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        first = out / "tiny/a+b/gar/seed-0"
+        first = out / "tiny/mood+nli/gar/seed-0"
         deadline = time.monotonic() + 90
         while len((first / "history.jsonl").read_text() if (first / "history.jsonl").is_file() else "") < 500:
             assert time.monotonic() < deadline
@@ -529,7 +395,7 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "0 finished, 0 failed, 2 to do; start again to go on" in output
-    assert "stopped tiny/a+b/gar/seed-0" in errors
+    assert "stopped tiny/mood+nli/gar/seed-0" in errors
     assert state_of(first) is State.UNFINISHED
     (checkpoint,) = (first / CHECKPOINTS).glob("[0-9]*")
     assert int(checkpoint.name) > 0
@@ -594,7 +460,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_status_reads_what_a_sweep_left(tmp_path: Path) -> None:
     suite = tiny_suite(methods=["baseline", "gar"], seeds=2)
-    bad = "tiny/a+b/gar/seed-1"
+    bad = "tiny/mood+nli/gar/seed-1"
     run_sweep(
         make_plan(suite, tmp_path), StandIn(lambda j: fail(j) if j.id == bad else finish(j)), view=quiet()
     )
@@ -603,10 +469,10 @@ def test_status_reads_what_a_sweep_left(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert f"failed {bad}: no luck" in result.output
     tree = json.loads(invoke("status", str(tmp_path), "--format", "json").output)
-    assert tree["cells"] == [{"setting": "tiny", "mixture": "a+b", "finished": 3, "failed": 1}]
+    assert tree["cells"] == [{"setting": "tiny", "mixture": "mood+nli", "finished": 3, "failed": 1}]
     (tmp_path / bad / FAILURE).unlink()
     store.write_running(tmp_path, {bad: {"stage": "update", "done": 2, "total": 3}})
-    assert "running tiny/a+b/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
+    assert "running tiny/mood+nli/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
     with pytest.raises(UserError, match="no sweep was started here"):
         read_status(tmp_path / "elsewhere")
 

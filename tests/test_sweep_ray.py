@@ -15,7 +15,7 @@ from gar.runs.files import read_json
 from gar.runs.names import RESULT
 from gar.sweeps.executors import Event, RayExecutor
 from gar.sweeps.sweep import make_plan, read_status, run_sweep
-from test_sweep import quiet, tiny_suite
+from support.sweeps import quiet, tiny_suite
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")

@@ -1,0 +1,120 @@
+"""Sweeps of runs on the tiny world, and stand-ins for what runs them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import io
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from gar.runs.directory import write_failure
+from gar.runs.files import write_json
+from gar.runs.names import CONFIG, RESULT
+from gar.sweeps.executors import Event, Job
+from gar.sweeps.progress import View
+from gar.sweeps.suite import Suite, build_suite
+from support.tiny_runs import make_world, tree
+
+
+@functools.cache
+def tiny_world() -> Path:
+    """The tiny world, once a process."""
+    directory = Path(tempfile.mkdtemp(prefix="gar-tiny-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_world(directory)
+
+
+def tiny_base(updates: int = 3) -> dict[str, Any]:
+    """A configuration tree that trains in well under a second; its mixture is called mood+nli."""
+    base = tree(tiny_world(), optimizer={"updates": updates, "learning_rate": 1e-3})
+    del base["mixture"]["name"]
+    return base
+
+
+def tiny_suite(updates: int = 3, **suite: Any) -> Suite:
+    return build_suite({"settings": {"tiny": tiny_base(updates)}, **suite}, "tiny", Path.cwd())
+
+
+def directories(plan_or_suite: Any, out: Path) -> Iterator[Path]:
+    return (out / run.id for run in plan_or_suite.runs())
+
+
+def quiet() -> View:
+    return View(0, console=Console(file=io.StringIO()))
+
+
+class StandIn:
+    """An executor that runs nothing: ``does(job)`` says how each job ends."""
+
+    def __init__(self, does: Callable[[Job], Event], slots: int = 2) -> None:
+        self.does, self.slots = does, slots
+        self.waiting: list[Job] = []
+        self.seen: list[str] = []
+        self.most = 0
+        self.stopped = False
+
+    @property
+    def busy(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def free(self) -> int:
+        return self.slots - self.busy
+
+    def submit(self, job: Job) -> None:
+        assert not self.stopped
+        self.waiting.append(job)
+        self.seen.append(job.id)
+        self.most = max(self.most, self.busy)
+
+    def events(self, timeout: float) -> list[Event]:
+        job = self.waiting.pop(0)
+        return [Event(job, "interrupted") if self.stopped else self.does(job)]
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def close(self) -> None:
+        pass
+
+
+def finish(job: Job) -> Event:
+    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
+    write_json(job.out / RESULT, {"accuracy": {"macro": 0.5}})
+    return Event(job, "finished", {"accuracy": 0.5, "seconds": 2.0})
+
+
+def fail(job: Job, reason: str = "no luck") -> Event:
+    (job.out / CONFIG).write_text(yaml.safe_dump(job.config))
+    write_failure(job.out, "Broken", reason)
+    return Event(job, "failed", {"error": "Broken", "reason": reason, "seconds": 1.0})
+
+
+#: A worker that trains nothing: what it does is the first part of the job's name.
+PRETENDER = """
+import json, os, signal, sys, time
+def say(**event):
+    print(json.dumps(event), flush=True)
+say(kind="ready")
+for line in sys.stdin:
+    what = json.loads(line)["id"].split("-")[0]
+    say(kind="progress", stage="update", done=1, total=2, loss=0.5)
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exits":
+        sys.exit(3)
+    elif what == "broken":
+        say(kind="failed", error="RuntimeError", reason="strange", healthy=False)
+        break
+    elif what == "waits":
+        time.sleep(60)
+    else:
+        say(kind="finished", accuracy=os.getpid())
+"""
