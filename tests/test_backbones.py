@@ -50,9 +50,7 @@ def pooled_hidden(model: MultiTaskModel) -> tuple[Tensor, tuple[Any, ...]]:
     """What the heads see for all examples, [B, d], and the tokens behind it."""
     seen: list[Tensor] = []
     modules = [model.head] if model.head is not None else list(model.heads.values())
-    handles = [
-        module.register_forward_pre_hook(lambda _, args: seen.append(args[0]) or None) for module in modules
-    ]
+    handles = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for module in modules]
     tokens, segments = all_tokens(model, make_splits(model))
     with torch.no_grad():
         model.suffix(model.prefix(*tokens).to(model.device, model.dtype), segments)
@@ -282,7 +280,7 @@ def without_dropout(model: MultiTaskModel) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,7 +352,7 @@ def test_the_two_halves_are_one_forward(
     with evaluating(model), torch.no_grad():
         whole = model.suffix(model.prefix(*tokens), segments).logits
         halves = [
-            model.prefix(*(None if t is None else t[rows] for t in tokens))
+            model.prefix(tokens[0][rows], tokens[1][rows], None if tokens[2] is None else tokens[2][rows])
             for rows in (slice(3), slice(3, 8))
         ]
         joined = SiteState(
@@ -472,7 +470,7 @@ def test_a_model_without_the_expected_layers_is_refused() -> None:
     fake = torch.nn.Linear(2, 2)
     fake.config = SimpleNamespace(model_type="bert")  # type: ignore[assignment]
     with pytest.raises(UserError, match="does not have the expected layers"):
-        architecture(fake)  # type: ignore[arg-type]
+        architecture(fake)
 
 
 def test_refused_settings(directories: Directories, tmp_path: Path) -> None:
@@ -481,7 +479,7 @@ def test_refused_settings(directories: Directories, tmp_path: Path) -> None:
     inner = str(save_backbone("modernbert", tmp_path / "inner", mlp_dropout=0.1))
     make_model(inner, "full_ffn")  # frozen: no dropout
     make_model(inner, "lora_ffn", trainable=True)
-    for directory, options, reason in [
+    refusals: list[tuple[str, dict[str, Any], str]] = [
         (str(chunked), {}, "chunk_size_feed_forward must be 0"),
         (str(steps), {}, "runs its last layer 2 times"),
         (directories["bert"], {"trainable": True, "dtype": "bfloat16"}, "bfloat16 for a trainable backbone"),
@@ -495,7 +493,8 @@ def test_refused_settings(directories: Directories, tmp_path: Path) -> None:
         (str(tmp_path), {}, "has no config.json"),
         (str(tmp_path / "nowhere"), {}, "no such directory"),
         ("./nowhere", {}, "no such directory"),
-    ]:
+    ]
+    for directory, options, reason in refusals:
         with pytest.raises(UserError, match=reason) as refused:
             make_model(directory, **options)
         assert "\n" not in str(refused.value)

@@ -337,7 +337,7 @@ def overflowing(world: Path) -> tuple[MultiTaskModel, Callable[[CacheConfig], No
         state = original(*tokens)
         return replace(state, base=state.base * 1e6)
 
-    model.prefix = large  # type: ignore[method-assign]
+    model.prefix = large  # type: ignore[method-assign, assignment]
 
     def run(options: CacheConfig) -> None:
         source = make_source(model, [mixture.tasks[0].train], options)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -50,8 +51,8 @@ def own(tmp_path, monkeypatch):
 
 
 def test_lengths_are_those_before_truncation():
-    one = Split(["a b", "c " * 20], [0, 1])
-    two = Split(["a b", "c"], [0, 1], ["d", "e f"])
+    one = Split(["a b", "c " * 20], np.array([0, 1]))
+    two = Split(["a b", "c"], np.array([0, 1]), ["d", "e f"])
     assert encode_lengths(word_tokenizer(), one).tolist() == [4, 22]
     assert encode_lengths(word_tokenizer(), two).tolist() == [6, 6]
     assert encode_lengths(word_tokenizer(pair_form=False), two).tolist() == [3, 3]

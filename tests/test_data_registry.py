@@ -130,7 +130,7 @@ def test_data_dir_mistakes(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """A stand-in for the hub: data sets by (id, config, split)."""
-    stored = {}
+    stored: dict[tuple[str, str | None, str], datasets.Dataset] = {}
 
     def load_dataset(path, name=None, *, split):
         if (path, name, split) not in stored:

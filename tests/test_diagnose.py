@@ -345,4 +345,4 @@ def test_the_documented_notebook(
         exec(snippet, names)
     assert names["found"]["unit"] == "token"
     assert (tmp_path / "diagnosis/diagnostics.json").is_file()
-    assert figures.load_heatmap(names["found"])._repr_svg_().startswith("<svg")
+    assert figures.load_heatmap(names["found"])._repr_svg_().startswith("<svg")  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ class Twin:
             state = model.prefix(ids, torch.ones_like(ids, dtype=torch.bool), types)
         base = state.base[0].double()
         head = model.head is not None
-        x = base.unsqueeze(0) if head else state.x[0].double()  # type: ignore[index]
+        x = base.unsqueeze(0) if head else state.x[0].double()
         z = x @ model.bank.router.weight.detach().double().T + model.bank.router.bias.detach().double()
         gates = oracles.straight_through_gate(z) if self.top_k == 1 else oracles.masked_softmax(z, self.top_k)
         mixed = self._experts(x, gates)
@@ -121,8 +121,9 @@ class Twin:
     def _experts(self, x: Tensor, gates: Tensor) -> Tensor:
         slots = {slot: torch.stack(rows) for slot, rows in self.leaves.items()}
         if "A" in slots:
-            return oracles.lora_forward(x, slots["A"], slots["B"], gates, self.model.bank.experts.scale)
-        hidden = self.model.bank.experts.hidden_module
+            scale: Any = self.model.bank.experts.scale
+            return oracles.lora_forward(x, slots["A"], slots["B"], gates, scale)
+        hidden: Any = self.model.bank.experts.hidden_module
         return oracles.ffn_forward(
             x, slots["W1"], slots["b1"], slots["W2"], slots["b2"], gates, hidden.activation
         )
@@ -204,7 +205,7 @@ def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: i
         "ari": 0.0 if trivial else adjusted_rand_score(by, to),
         "entropy": entropy,
         "normalized_entropy": entropy / math.log(E) if E > 1 else 0.0,
-        "intra_expert_coherence": np.mean(intra),
+        "intra_expert_coherence": sum(intra) / len(intra),
         "inter_expert_similarity": inter,
         "load_by_task": by_task,
         "counts": {t.name: row for t, row in zip(tasks, counts, strict=True)},
@@ -327,11 +328,11 @@ def test_leaves_no_trace(directory: str, site: str, trainable: bool, training: b
         parameter.grad = torch.full_like(parameter, 0.5)
     modes = [module.training for module in model.modules()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    random, numpy_random = torch.get_rng_state(), np.random.get_state()[1].copy()
+    random, numpy_random = torch.get_rng_state(), np.random.get_state(legacy=True)[1].copy()
     measure(model, mixture)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
-    assert (np.random.get_state()[1] == numpy_random).all()
+    assert (np.random.get_state(legacy=True)[1] == numpy_random).all()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for i, parameter in enumerate(model.trainable_parameters()):
         assert (parameter.grad is None) if i % 2 else bool((parameter.grad == 0.5).all())
@@ -367,7 +368,7 @@ def test_trajectories_hold_the_ten_panels(directory: str, tmp_path: Any) -> None
     mixture = make_mixture("first", "second")
     for seed in (0, 1):
         model = model_for(directory, mixture, dtype="float32")
-        options = {"evaluation": {"every": 2}, "cache": {"enabled": False}, "seed": seed}
+        options: dict[str, Any] = {"evaluation": {"every": 2}, "cache": {"enabled": False}, "seed": seed}
         gar.train(model, mixture, gar.methods.Baseline(), updates=6, out=tmp_path / f"{seed}", **options)
     results = gar.results(tmp_path)
     table = results.histories

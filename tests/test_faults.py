@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_twenty_kills_do_not_change_a_bit(world: Path, tmp_path: Path) -> None:
     while not (out / "result.json").is_file():
         # Twenty kills within the training, a few up to the end of the run, then it may finish.
         most = 5 if kills < 20 else 100
-        child = in_child(lambda most=most: resumed(most))
+        child = in_child(partial(resumed, most))
         child.join(pace * numbers.uniform(0.1, 0.8 if kills < 20 else 1.2) if kills < 25 else 120)
         if child.exitcode is None:
             assert child.pid is not None
@@ -131,7 +132,7 @@ def test_a_kill_between_any_two_file_operations_of_a_checkpoint(world: Path, tmp
     killed = 0
     for n in range(0, 40, 2):
         out = tmp_path / str(n)
-        child = in_child(lambda n=n, out=out: dying(n, out))
+        child = in_child(partial(dying, n, out))
         child.join()
         if child.exitcode == 0:
             break

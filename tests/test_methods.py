@@ -134,7 +134,7 @@ def same(found: Gradients, expected: Gradients, tolerance: float = 1e-10) -> Non
             grad,
             rtol=tolerance,
             atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
+            msg=f"{name}: {{}}".format,
         )
 
 
@@ -190,7 +190,7 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
 
 def stgc(twin: Twin, out: TwinOutput) -> tuple[Tensor, list[Tensor]]:
     """Conflict mask [N, E] and C_m; the derivative at every expert's output is taken as such."""
-    experts = twin.bank.experts
+    experts: Any = twin.bank.experts
     nudge = torch.zeros(*out.gates.shape, experts.B.shape[1], dtype=torch.float64, requires_grad=True)
     (delta,) = torch.autograd.grad(task_loss(twin, twin.forward(at_outputs=nudge)), nudge)
     B = twin.parameters[f"{twin.name}.experts.B"]
@@ -902,7 +902,7 @@ def method_mentions(source: str) -> list[str]:
             for inner in ast.walk(part):
                 name = getattr(inner, "id", getattr(inner, "attr", None))
                 if name in classes or (isinstance(inner, ast.Constant) and inner.value == "gar"):
-                    found.append(f"line {inner.lineno}: {ast.unparse(part)}")
+                    found.append(f"line {getattr(inner, 'lineno', '?')}: {ast.unparse(part)}")
     return found
 
 

@@ -93,7 +93,8 @@ def test_purity_of_enormous_norms():
 
 @given(shapes, st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 1.0]))
 def test_cosine_diagnostics_agree_with_loops_and_with_gram_matrices(shape, seed, zeros):
-    gradients = probe(seed, *shape, zeros=zeros)
+    tasks, experts, d = shape
+    gradients = probe(seed, tasks, experts, d, zeros)
     by_expert, of_means = grams(gradients)
     assert intra_expert_coherence(gradients) == pytest.approx(slow_intra(gradients), abs=1e-12)
     assert intra_expert_coherence(gram=by_expert) == pytest.approx(slow_intra(gradients), abs=1e-12)

@@ -24,9 +24,8 @@ from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.errors import UserError
 from gar.model.backbone import fingerprint
-from gar.model.multitask import MultiTaskModel, Output, SiteState, TaskInfo, length_bucketed
+from gar.model.multitask import MultiTaskModel, Output, SiteState, TaskInfo, example_losses, length_bucketed
 from gar.routing import Routing
-from gar.training.updater import example_losses
 from support.tiny import relative_error
 from support.tiny_backbones import (
     KINDS,
@@ -329,7 +328,7 @@ def test_ways_to_name_tasks_and_experts(directories: Directories) -> None:
 def test_new_weights_depend_on_the_seed_alone(directories: Directories, site: str) -> None:
     def build(seed: int) -> dict[str, Tensor]:
         config = BackboneConfig(name=directories["bert"], max_length=MAX_LENGTH)
-        experts = ExpertsConfig(site=site, count=3, top_k=2, rank=2)  # type: ignore[arg-type]
+        experts = ExpertsConfig(site=site, count=3, top_k=2, rank=2)
         return MultiTaskModel.from_pretrained(config, TASKS, experts, seed=seed).owned_state()
 
     state = torch.random.get_rng_state()
@@ -473,7 +472,7 @@ def test_the_shared_head_is_base_plus_gated_deltas(directories: Directories) -> 
         state = model.prefix(*tokens)
         output = model.suffix(state, segments)
         assert model.head is not None
-        experts = model.head.deltas.experts
+        experts: Any = model.head.deltas.experts
         h = state.base
         deltas = torch.stack([1.5 * (h @ a.T) @ b.T for a, b in zip(experts.A, experts.B, strict=True)], 1)
         expected = h @ model.head.base.weight.T + model.head.base.bias
@@ -570,7 +569,7 @@ def test_predictions_keep_order_and_mode(directories: Directories, kind: str, si
         assert torch.allclose(small, model.predict_probabilities(task, texts), atol=1e-5)
     model.eval()
     model.predict("one", texts[:1])
-    assert not model.training
+    assert [module.training for module in (model, model.bank)] == [False, False]
     assert model.predict("one", []) == []
 
 

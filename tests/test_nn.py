@@ -70,7 +70,7 @@ def check_against_twin(bank: RoutedExperts, x: Tensor, keep: Tensor | None, tole
     )
     for name, one, other in zip(["x", *p], found, slow, strict=True):
         torch.testing.assert_close(
-            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+            one.double(), other, rtol=tolerance, atol=tolerance, msg=f"{name}: {{}}".format
         )
 
 
@@ -131,7 +131,7 @@ def test_eval_mode_and_the_router_have_no_dropout(dropout_mask: str) -> None:
     assert not torch.equal(bank(x)[0], plain(x)[0])
     bank.eval()
     assert torch.equal(bank(x)[0], plain(x)[0])
-    keep = torch.zeros(bank.dropout_shape((6,)), dtype=torch.bool)  # type: ignore[operator]
+    keep = torch.zeros(bank.dropout_shape((6,)), dtype=torch.bool)
     assert torch.equal(bank(x, keep=keep)[0], plain(x)[0]), "not even with a mask given"
 
 
@@ -227,9 +227,8 @@ def test_copies_of_a_dense_ffn_equal_it_with_any_routing(
     assert (bank.experts.b1 is not None) == bias
     with torch.no_grad():
         bank.experts.W1[0] += 1
-    assert torch.equal(bank.experts.W1[1, : dense.first[0].out_features], dense.first[0].weight), (
-        "a copy each"
-    )
+    first: Any = dense.first[0]
+    assert torch.equal(bank.experts.W1[1, : first.out_features], first.weight), "a copy each"
     assert not torch.equal(bank.experts.W1[0], bank.experts.W1[1])
 
 

@@ -48,6 +48,11 @@ def oracle_options(options: dict[str, Any]) -> dict[str, Any]:
     return {"eps": 1e-8, **options}
 
 
+def forms(g: Tensor) -> dict[str, dict[str, Any]]:
+    """The two ways to give the same observations."""
+    return {"gradients": {"gradients": g}, "gram": {"gram": g @ g.T}}
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_equal_the_oracles(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
@@ -67,7 +72,7 @@ def test_values_equal_the_oracles(shape: tuple[int, int, int], options: dict[str
 def test_degenerate_inputs_have_the_value_of_the_definition(name: str, options: dict[str, Any]) -> None:
     p, g = degenerate()[name]
     p = p.clone().requires_grad_()
-    for inputs in ({"gradients": g}, {"gram": g @ g.T}):
+    for inputs in forms(g).values():
         loss = gar.alignment_loss(p, **inputs, **options)
         same(loss.detach(), -oracles.association(p.detach(), g, **oracle_options(options)))
         (grad,) = torch.autograd.grad(loss, p)
@@ -85,7 +90,7 @@ def test_the_gradient_is_minus_the_marginal_scores(
     shape: tuple[int, int, int], options: dict[str, Any], form: str
 ) -> None:
     p, g = problem(*shape)
-    inputs = {"gradients": g} if form == "gradients" else {"gram": g @ g.T}
+    inputs = forms(g)[form]
     p.requires_grad_()
     (grad,) = torch.autograd.grad(gar.alignment_loss(p, **inputs, **options), p)
     same(-grad, oracles.marginal_scores(p, g, **oracle_options(options)), 1e-8)
@@ -105,7 +110,7 @@ def test_float32_is_close(shape: tuple[int, int, int]) -> None:
 def test_without_eps_an_unused_expert_counts_nothing(form: str) -> None:
     p, g = degenerate()["one expert used"]
     p = p.clone().requires_grad_()
-    inputs = {"gradients": g} if form == "gradients" else {"gram": g @ g.T}
+    inputs = forms(g)[form]
     loss = gar.alignment_loss(p, **inputs, eps=0.0)
     same(loss.detach(), -oracles.association(p.detach(), g, 0.0))
     assert torch.isfinite(torch.autograd.grad(loss, p)[0]).all()
@@ -147,7 +152,7 @@ def test_order_of_groups_and_experts_does_not_matter(form: str) -> None:
     p, g = problem(9, 4, 5)
     rows, columns = torch.randperm(9), torch.randperm(4)
 
-    def inputs(g: Tensor) -> dict[str, Tensor]:
+    def inputs(g: Tensor) -> dict[str, Any]:
         return {"gradients": g} if form == "gradients" else {"gram": g @ g.T}
 
     moved = p[rows][:, columns]
@@ -192,7 +197,7 @@ def test_half_inputs_accumulate_in_float32(form: str, dtype: torch.dtype) -> Non
     p, g = p.to(dtype), (g + 1).to(dtype)
     observations = g if form == "gradients" else (g.double() @ g.double().T).to(dtype)
     wide = observations.double()
-    inputs = {form: observations}
+    inputs: dict[str, Any] = {form: observations}
     exact = (
         oracles.association(p, wide, 1e-8) if form == "gradients" else oracles.association_gram(p, wide, 1e-8)
     )
@@ -202,7 +207,7 @@ def test_half_inputs_accumulate_in_float32(form: str, dtype: torch.dtype) -> Non
     scores = gar.marginal_scores(p, **inputs)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(
-        scores.double(), gar.marginal_scores(p.double(), **{form: wide}), rtol=1e-4, atol=1e-4
+        scores.double(), gar.marginal_scores(p.double(), **{**inputs, form: wide}), rtol=1e-4, atol=1e-4
     )
 
 

@@ -245,7 +245,7 @@ def test_dropout_that_the_bank_draws_itself(bank: str) -> None:
 
 def test_at_initialisation_half_of_the_template_is_exactly_zero() -> None:
     problem = make_problem("lora")
-    problem.bank.experts.reset_parameters()  # type: ignore[operator]
+    problem.bank.experts.reset_parameters()
     _, observed = problem.run()
     g = observed.group_gradients(problem.groups, problem.weight)
     size = problem.bank.experts.template()["A"].numel()
@@ -727,6 +727,7 @@ def test_a_plain_mlp_learns_with_the_alignment_term() -> None:
         task_gradient = moe.router.weight.grad.clone()
         g, p = observed.group_gradients(groups, weight), observed.group_probabilities(groups)
         (0.1 * gar.alignment_loss(p, g)).backward()
+        assert moe.router.weight.grad is not None
         assert not torch.equal(task_gradient, moe.router.weight.grad)
         optimizer.step()
         history.append(float(losses.detach().mean()))

@@ -124,7 +124,7 @@ def test_a_method_has_its_own_columns_and_no_other():
 
 
 def test_selected_values_lie_in_their_ranges_and_twelve_on_an_edge():
-    edges = Counter()
+    edges: Counter[str] = Counter()
     for row in SELECTED:
         for column, bounds in paper.hpo()["coordinates"].items():
             if cell := row._asdict()[column]:
@@ -424,7 +424,7 @@ def test_unknown_names(name, message):
 
 def test_resolve_preset_with_overrides():
     config = presets.resolve_config("paper/roberta_head/five/gar", ["optimizer.updates=10", "seed=4"])
-    assert (config.optimizer.updates, config.seed, config.method.coefficient) == (10, 4, 1e-3)
+    assert (config.optimizer.updates, config.seed, config.method.to_config()["coefficient"]) == (10, 4, 1e-3)
     other = presets.resolve_config("paper/roberta_head/five/gar", {"method.name": "baseline"})
     assert other.method.to_config() == {"name": "baseline"}
 

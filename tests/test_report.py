@@ -243,7 +243,7 @@ def test_every_figure_draws(sweep):
         if name != "coefficient_sweep":
             assert svg(draw(results), name, name).startswith("<svg")
     assert len(figures.trajectories(results).axes) == 12  # ten panels, the legend, and a spare
-    assert figures.loads(results)._repr_svg_().startswith("<svg")
+    assert figures.loads(results)._repr_svg_().startswith("<svg")  # type: ignore[attr-defined]
 
 
 def test_the_line_of_uniform_load(sweep):
@@ -282,7 +282,7 @@ def test_coefficient_sweep_draws_zero_apart(tmp_path):
         write_run(tmp_path, "baseline", seed)
     axes = figures.coefficient_sweep(load(tmp_path)).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.001", "0.01"]
-    line = axes.containers[0].lines[0]
+    line = axes.containers[0].lines[0]  # type: ignore[attr-defined]
     assert line.get_ydata() == pytest.approx([61.5, 61.6, 62.5])
 
 

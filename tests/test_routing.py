@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,10 +22,10 @@ LOGITS = {
 }
 
 
-def jacobians(function: object, logits: Tensor) -> Tensor:
+def jacobians(function: Any, logits: Tensor) -> Tensor:
     """[..., E, E]: the derivative of each row's gates by its own logits."""
     rows = logits.reshape(-1, logits.shape[-1])
-    return torch.stack([torch.autograd.functional.jacobian(function, row) for row in rows])  # type: ignore[arg-type]
+    return torch.stack([torch.autograd.functional.jacobian(function, row) for row in rows])
 
 
 @pytest.mark.parametrize("name", list(LOGITS))

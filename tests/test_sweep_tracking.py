@@ -49,7 +49,12 @@ def test_numbers_arrive_under_joined_names(tmp_path: Path, monkeypatch: pytest.M
         finish=lambda: calls.append(("finish", None)),
     )
     package: Any = types.ModuleType("trackio")
-    package.init = lambda **options: calls.append(("init", options)) or run
+
+    def init(**options: Any) -> Any:
+        calls.append(("init", options))
+        return run
+
+    package.init = init
     package.config = types.SimpleNamespace(update=lambda values, **options: calls.append(("config", values)))
     package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
     monkeypatch.setitem(sys.modules, "trackio", package)

@@ -102,7 +102,8 @@ class Twin:
         if self.config.method.name == "gar":
             shapes = {"A": self._slots()["A"].shape[1:], "B": self._slots()["B"].shape[1:]}
             observed = oracles.template_gradients(lambda c: self._forward(groups, keep, c)[0], shapes)
-            aligned = self.config.method.coefficient * oracles.alignment_loss(probabilities, observed)
+            coefficient = self.config.method.to_config()["coefficient"]
+            aligned = coefficient * oracles.alignment_loss(probabilities, observed)
             for name, grad in self._gradients(aligned).items():
                 if "router" in name:
                     grads[name] = grads[name] + grad
@@ -178,7 +179,7 @@ def test_five_updates_equal_the_slow_twin(world: Path, method: str) -> None:
         norms.append(twin.norm)
     history = History(None)
     lines: list[dict[str, Any]] = []
-    history._add = lines.append  # type: ignore[method-assign]
+    history._add = lines.append  # type: ignore[method-assign, assignment]
     fit(model, mixture, config, history=history)
     found = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     expected = {name: p.detach() for name, p in twin.parameters.items()}
@@ -440,7 +441,7 @@ def test_a_non_finite_gradient_names_update_task_and_group(
             return loss.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * torch.inf
 
     original = step.group_losses

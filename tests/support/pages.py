@@ -11,8 +11,13 @@ class Reader(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables, self.ids, self.links, self.open = {}, [], [], []
-        self.tags, self.cell, self.table = Counter(), None, None
+        self.tables: dict[str, list[list[str]]] = {}
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.table: list[list[str]] = []
+        self.cell: str | None = None
 
     def handle_starttag(self, tag, attrs):
         values = dict(attrs)
@@ -36,7 +41,7 @@ class Reader(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
         if tag in ("td", "th"):
-            self.table[-1].append(self.cell)
+            self.table[-1].append(self.cell or "")
             self.cell = None
 
     def handle_data(self, data):

@@ -65,8 +65,8 @@ class Batch:
     def rows(self, chosen: Tensor) -> Batch:
         """The chosen examples, with the group numbers that they had."""
         keep = None if self.keep is None else self.keep[chosen]
-        moved = (t[chosen] for t in (self.ids, self.mask, self.labels, self.tasks, self.groups))
-        return Batch(*moved, self.sizes, self.v, self.w, keep)
+        moved = {name: getattr(self, name)[chosen] for name in ("ids", "mask", "labels", "tasks", "groups")}
+        return replace(self, keep=keep, **moved)
 
     def part(self, first: int, last: int) -> Batch:
         """Groups first, ..., last - 1 alone, numbered from 0, with their weights in the update."""
@@ -81,8 +81,10 @@ class Batch:
         rows = torch.cat([(self.groups == m).nonzero().squeeze(1) for m in order])
         moved = self.rows(rows)
         number = torch.tensor([order.index(m) for m in range(len(order))])
-        sizes, v, w = ([values[m] for m in order] for values in (self.sizes, self.v, self.w))
-        return replace(moved, groups=number[moved.groups], sizes=sizes, v=v, w=w)
+        lists: dict[str, Any] = {
+            name: [getattr(self, name)[m] for m in order] for name in ("sizes", "v", "w")
+        }
+        return replace(moved, groups=number[moved.groups], **lists)
 
     def padded(self, length: int) -> Batch:
         """Padded to ``length`` tokens; padding is a real token, so that only the mask tells it apart."""
@@ -285,8 +287,8 @@ def twin_experts(
     W1, W2 = slots["W1"], slots["W2"]
     b1 = slots.get("b1", torch.zeros(W1.shape[:2], dtype=torch.float64))
     b2 = slots.get("b2", torch.zeros(W2.shape[:2], dtype=torch.float64))
-    assert experts.hidden_module is not None
-    return oracles.ffn_forward(x, W1, b1, W2, b2, gates, experts.hidden_module.activation)
+    hidden: Any = experts.hidden_module
+    return oracles.ffn_forward(x, W1, b1, W2, b2, gates, hidden.activation)
 
 
 @dataclass(frozen=True)
