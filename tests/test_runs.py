@@ -472,7 +472,8 @@ def test_a_finished_run_without_checksums_or_model_is_read(world: Path, tmp_path
 
 
 def test_every_session_of_a_run_leaves_a_trace(world: Path, tmp_path: Path) -> None:
-    out, said = tmp_path / "run", []
+    out = tmp_path / "run"
+    said: list[str] = []
     with pytest.raises(Interrupted):
         train_from_config(make_config(world, threads=1), out, hooks=stop_at(2))
     before = json.loads((out / "environment.json").read_text())
