@@ -347,7 +347,7 @@ def test_predict_reads_the_model_directory_too(finished: Path, capsys: pytest.Ca
     ],
 )
 def test_a_single_task_counts_epochs_and_has_its_own_metric(
-    world: Path, tmp_path: Path, task: str, columns: list[str], extra: str
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, columns: list[str], extra: str
 ) -> None:
     folder = tmp_path / "data" / task
     folder.mkdir(parents=True)
@@ -355,8 +355,9 @@ def test_a_single_task_counts_epochs_and_has_its_own_metric(
         rows = [{**dict.fromkeys(columns, f"w{10 * (i % 2)} w{i % 9}"), "label": i % 2} for i in range(size)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     arguments = [
-        *("train", task, "--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / "run")),
+        *("train", task, "--data-dir", "data", "--out", "run"),
         *(f"backbone.name={world / 'bert'}", "backbone.max_length=16", f"cache.directory={world / 'cache'}"),
         *("experts.count=4", "experts.top_k=2", "optimizer.epochs=3", "mixture.batch_size=8", "device=cpu"),
     ]
@@ -366,3 +367,5 @@ def test_a_single_task_counts_epochs_and_has_its_own_metric(
     assert result["mixture"] == task
     assert set(result["accuracy"]["extra"]) == {f"{task}_{extra}"}
     assert len(result["routing"]["load"]) == 4
+    monkeypatch.chdir(world)
+    assert run(["evaluate", str(tmp_path / "run")]) == 0, "the run remembers where its data are"

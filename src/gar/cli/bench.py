@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gar.cli.common import DataDirOption, DeviceOption, option_overrides
+from gar.cli.options import DataDirOption, DeviceOption, option_overrides
 from gar.runs.environment import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure update times on this machine; prints Markdown tables.")

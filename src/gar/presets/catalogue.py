@@ -2,8 +2,8 @@
 
 ``paper/<setting>/<mixture or task>/<method>`` and
 ``paper/lambda_sweep/<setting>/<mixture>/<objective>/<lambda>`` are rows of the packaged tables
-(:mod:`gar.presets.paper`) filled into the base configuration of their setting in ``settings.yaml``, which also has
-``bigbench/<mixture>/<method>``.
+(:mod:`gar.presets.paper`) filled into the base configuration of their setting in ``settings.yaml``, which
+also has ``bigbench/<mixture>/<method>``.
 
 >>> find("paper/roberta_head/five/gar").config(seed=1).method.coefficient
 0.001
