@@ -15,7 +15,11 @@ from gar.data import TaskReport, describe_mixture, load_mixture, registry
 if TYPE_CHECKING:
     from gar.data import Mixture, SplitReport
 
-app = typer.Typer(no_args_is_help=True, help="The registered tasks and mixtures; checks of a mixture's data.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="The registered tasks and mixtures; checks of a mixture's data.",
+)
 
 
 @app.command("ls")

@@ -14,7 +14,11 @@ from gar.errors import UserError
 from gar.presets import catalogue as presets
 from gar.presets.catalogue import Preset
 
-app = typer.Typer(no_args_is_help=True, help="The paper's configurations, and our own, as named presets.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="The paper's configurations, and our own, as named presets.",
+)
 
 
 @app.command("ls")
