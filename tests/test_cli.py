@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,16 @@ def test_evaluate_gives_the_numbers_of_the_result(
     assert sections["routing"]["counts"] == result["routing"]["counts"]
     assert run(["evaluate", str(finished / "model"), "--no-cache"]) == 0
     assert f"{result['accuracy']['macro']:.4f}" in capsys.readouterr().out
+
+
+def test_evaluate_notices_a_configuration_that_was_changed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("group_size: 3", "group_size: 4"))
+    for place in ("run", "run/model"):
+        assert "config.yaml: its checksum differs" in refused(capsys, "evaluate", str(tmp_path / place))
 
 
 # ---------------------------------------------------------------------- predictions

@@ -279,22 +279,22 @@ def test_a_base_agrees_with_the_printed_setting(setting):
     assert backbone.trainable == (row["backbone_trainable"] == "trainable")
     half = (config.precision if backbone.trainable else backbone.dtype) == "bfloat16"
     assert half == row["precision"].startswith("bf16")
-    printed = (
-        ("expert_kind", experts.site),
-        ("experts", experts.count),
-        ("top_k", experts.top_k),
-        ("max_seq_len", backbone.max_length),
-        ("per_task_batch_size", mixture.batch_size),
-        ("group_size", mixture.group_size),
-        ("optimizer_updates", config.optimizer.updates),
-        ("warmup_ratio", config.optimizer.warmup),
-        ("rank", experts.rank),
-        ("lora_alpha", experts.alpha),
-        ("lora_dropout", experts.dropout),
-    )
-    for column, value in printed:
+    assert experts.site == row["expert_kind"]
+    printed = {
+        "experts": experts.count,
+        "top_k": experts.top_k,
+        "max_seq_len": backbone.max_length,
+        "per_task_batch_size": mixture.batch_size,
+        "group_size": mixture.group_size,
+        "optimizer_updates": config.optimizer.updates,
+        "warmup_ratio": config.optimizer.warmup,
+        "rank": experts.rank,
+        "lora_alpha": experts.alpha,
+        "lora_dropout": experts.dropout,
+    }
+    for column, value in printed.items():
         if row[column]:
-            assert type(value)(row[column]) == value, column
+            assert float(row[column]) == value, column
     epochs = dict(cell.split("=") for cell in row["epochs"].split(";") if cell)
     assert {task: float(number) for task, number in epochs.items()} == entry.get("epochs", {})
 

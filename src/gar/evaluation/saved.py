@@ -16,6 +16,7 @@ from gar.errors import UserError
 from gar.model.multitask import CONFIG_FILE, MultiTaskModel, TaskInfo
 from gar.runs.environment import resolve_device
 from gar.runs.names import CONFIG, MODEL
+from gar.runs.result import DamagedFile, check_files
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ def load_saved(
     """
     directory = _model_directory(path)
     own = next((file for file in (path / CONFIG, path.parent / CONFIG) if file.is_file()), None)
+    if own is not None:
+        try:
+            check_files(own.parent, CONFIG)
+        except DamagedFile as error:
+            raise UserError(f"{own.parent}: {error}") from None
     if config is None:
         if own is None:
             raise UserError(f"{path}: no {CONFIG} beside the model; name the data with --mixture")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from gar import config as configuration
-from gar.config import Config, flat, overridden
+from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, registry
 from gar.errors import UserError, nearest
@@ -51,13 +51,6 @@ METHOD_FIELDS: Mapping[str, Mapping[str, str]] = {
     "switchaux": {"coefficient": "alpha_switch"},
     "stgc_load": {"coefficient": "beta_stgc", "load_coefficient": "lambda_load"},
 }
-
-#: Keys that leave the trained model and its measured values as they are, up to rounding.
-NEUTRAL = (
-    "preset", "seed", "device", "data_dir", "tracking", "observation", "max_tokens_per_pass",
-    "cache.enabled", "cache.directory", "checkpoint.*", "evaluation.every", "evaluation.batch_tokens",
-    "backbone.gradient_checkpointing",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,17 +143,17 @@ def check(what: str) -> Config:
 
 
 def deviations(config: Config) -> list[str]:
-    """Keys in which a configuration differs from the preset it names, apart from :data:`NEUTRAL` ones.
+    """Keys of the result in which a configuration differs from the preset it names; its seed is its own.
 
     >>> deviations(resolve_config("paper/roberta_head/five/gar", ["optimizer.updates=10", "seed=3"]))
     ['optimizer.updates']
     """
     if config.preset is None or not is_preset(config.preset):
         return []
-    own, published = flat(config.to_dict()), flat(find(config.preset).config().to_dict())
-    keys = [*own, *(key for key in published if key not in own)]
-    changed = [key for key in keys if own.get(key) != published.get(key)]
-    return [key for key in changed if not any(fnmatch.fnmatchcase(key, neutral) for neutral in NEUTRAL)]
+    own, published = (
+        flat(result_only(each.to_dict())) for each in (config, find(config.preset).config(config.seed))
+    )
+    return [key for key in {**own, **published} if own.get(key) != published.get(key)]
 
 
 def write(preset: Preset, path: str | Path, force: bool = False) -> Path:
