@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,16 @@ def test_evaluate_gives_the_numbers_of_the_result(
     assert f"{result['accuracy']['macro']:.4f}" in capsys.readouterr().out
 
 
+def test_evaluate_notices_a_configuration_that_was_changed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("group_size: 3", "group_size: 4"))
+    for place in ("run", "run/model"):
+        assert "config.yaml: its checksum differs" in refused(capsys, "evaluate", str(tmp_path / place))
+
+
 # ---------------------------------------------------------------------- predictions
 
 
@@ -347,7 +358,7 @@ def test_predict_reads_the_model_directory_too(finished: Path, capsys: pytest.Ca
     ],
 )
 def test_a_single_task_counts_epochs_and_has_its_own_metric(
-    world: Path, tmp_path: Path, task: str, columns: list[str], extra: str
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, columns: list[str], extra: str
 ) -> None:
     folder = tmp_path / "data" / task
     folder.mkdir(parents=True)
@@ -355,8 +366,9 @@ def test_a_single_task_counts_epochs_and_has_its_own_metric(
         rows = [{**dict.fromkeys(columns, f"w{10 * (i % 2)} w{i % 9}"), "label": i % 2} for i in range(size)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     arguments = [
-        *("train", task, "--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / "run")),
+        *("train", task, "--data-dir", "data", "--out", "run"),
         *(f"backbone.name={world / 'bert'}", "backbone.max_length=16", f"cache.directory={world / 'cache'}"),
         *("experts.count=4", "experts.top_k=2", "optimizer.epochs=3", "mixture.batch_size=8", "device=cpu"),
     ]
@@ -366,3 +378,5 @@ def test_a_single_task_counts_epochs_and_has_its_own_metric(
     assert result["mixture"] == task
     assert set(result["accuracy"]["extra"]) == {f"{task}_{extra}"}
     assert len(result["routing"]["load"]) == 4
+    monkeypatch.chdir(world)
+    assert run(["evaluate", str(tmp_path / "run")]) == 0, "the run remembers where its data are"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_commands_and_links_exist(page: Path) -> None:
         assert verb in VERBS
     for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_and_paths_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for dotted in re.findall(r"\bgar(?:\.[A-Za-z_]\w*)+", text):
+        assert pkgutil.resolve_name(dotted) is not None, dotted
+    for path in re.findall(r"\b(?:src|benchmarks|tests|docs)/[\w./-]*\w", text):
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -35,6 +35,7 @@ def packaged(name):
 
 
 SETTINGS = {row["setting"]: row for row in packaged("settings.csv")}
+BASES = yaml.safe_load(resources.files("gar.presets").joinpath("settings.yaml").read_text(encoding="utf-8"))
 ROWS = packaged("configs.csv")
 
 
@@ -269,6 +270,35 @@ EXPECTED = {  # hub id, trainable, dtype of the weights, precision of the comput
 }
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_base_agrees_with_the_printed_setting(setting):
+    row, entry = SETTINGS[setting], BASES["settings"][setting]
+    config = configuration.build(entry["config"])
+    backbone, experts, mixture = config.backbone, config.experts, config.mixture
+    assert row["backbone_hub_id"] in ("", backbone.name)
+    assert backbone.trainable == (row["backbone_trainable"] == "trainable")
+    half = (config.precision if backbone.trainable else backbone.dtype) == "bfloat16"
+    assert half == row["precision"].startswith("bf16")
+    assert experts.site == row["expert_kind"]
+    printed = {
+        "experts": experts.count,
+        "top_k": experts.top_k,
+        "max_seq_len": backbone.max_length,
+        "per_task_batch_size": mixture.batch_size,
+        "group_size": mixture.group_size,
+        "optimizer_updates": config.optimizer.updates,
+        "warmup_ratio": config.optimizer.warmup,
+        "rank": experts.rank,
+        "lora_alpha": experts.alpha,
+        "lora_dropout": experts.dropout,
+    }
+    for column, value in printed.items():
+        if row[column]:
+            assert float(row[column]) == value, column
+    epochs = dict(cell.split("=") for cell in row["epochs"].split(";") if cell)
+    assert {task: float(number) for task, number in epochs.items()} == entry.get("epochs", {})
+
+
 def test_backbones_and_precisions():
     assert set(EXPECTED) == set(SETTINGS)
     for row in SELECTED:
@@ -363,7 +393,9 @@ def test_every_choice_is_used_and_reads_well():
             seen.add(key)
             assert note == note.strip()
             assert not re.search(r"[{}\n]|None|^$", note), (name, key, note)
-    assert seen == {entry["key"] for entry in paper.open_choices()["choices"]}
+    groups = [group for section in ("choices", "tasks", "methods") for group in BASES[section].values()]
+    groups += [entry["choices"] for entry in BASES["settings"].values()]
+    assert seen == {key for group in groups for key in group}
 
 
 def test_a_chosen_key_has_the_chosen_value():
@@ -584,7 +616,7 @@ def test_the_page_lists_every_packaged_reader_and_the_hub_ids(page):
         "hpo",
     ):
         assert f"{reader}()" in page
-    assert all(hub in page for hub in paper.open_choices()["backbones"].values())
+    assert all(BASES["settings"][setting]["config"]["backbone"]["name"] in page for setting in SETTINGS)
 
 
 def test_names_on_the_page_exist(page):
@@ -610,6 +642,6 @@ def test_packaged_files_are_in_the_wheel():
     root = Path(presets.__file__).parents[1]
     covered = {path for glob in globs for path in root.glob(glob)}
     folder = root / "presets"
-    data = [folder / "own.yaml", *(folder / "paper").glob("*.csv"), *(folder / "paper").glob("*.yaml")]
+    data = [*folder.glob("*.yaml"), *(folder / "paper").glob("*.csv"), *(folder / "paper").glob("*.yaml")]
     assert len(data) == 11
     assert set(data) <= covered

@@ -11,53 +11,72 @@ from typing import TYPE_CHECKING, Any
 
 from gar.version import __version__
 
-# Resolved on first use, so that `gar --help` and `gar.alignment_loss` do not import transformers.
-_EXPORTS = {
-    "alignment_loss": "gar.objective",
-    "association": "gar.objective",
-    "marginal_scores": "gar.objective",
-    "Routing": "gar.routing",
-    "Router": "gar.routing",
-    "masked_softmax": "gar.routing",
-    "straight_through": "gar.routing",
-    "observe": "gar.observation.observe",
-    "per_group_gradients": "gar.observation.observe",
-    "MultiTaskModel": "gar.model.multitask",
-    "Mixture": "gar.data",
-    "Task": "gar.data",
-    "Config": "gar.config",
-    "train": "gar.training",
-    "diagnose": "gar.evaluation.diagnosis",
-    "evaluate": "gar.evaluation.measure",
-    "results": "gar.report.results",
-}
-_RENAMED = {"results": "load"}
-_MODULES = ("config", "data", "methods", "metrics", "nn", "training")
-
 if TYPE_CHECKING:
-    from gar import data, methods, metrics, nn
+    from gar import (
+        config,
+        data,
+        errors,
+        evaluation,
+        features,
+        methods,
+        metrics,
+        model,
+        nn,
+        observation,
+        presets,
+        report,
+        runs,
+        training,
+    )
     from gar.config import Config
     from gar.data import Mixture, Task
-    from gar.evaluation.diagnosis import diagnose
-    from gar.evaluation.measure import evaluate
-    from gar.model.multitask import MultiTaskModel
+    from gar.errors import UserError
+    from gar.evaluation import diagnose, evaluate
+    from gar.model import MultiTaskModel
     from gar.objective import alignment_loss, association, marginal_scores
-    from gar.observation.observe import observe, per_group_gradients
-    from gar.report.results import load as results
+    from gar.observation import observe, per_group_gradients
+    from gar.report import load as results
     from gar.routing import Router, Routing, masked_softmax, straight_through
     from gar.training import train
 
+# The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
+_ROOMS = (
+    "config", "data", "errors", "evaluation", "features", "methods", "metrics", "model", "nn", "observation",
+    "presets", "report", "runs", "training",
+)  # fmt: skip
+_EXPORTS = {
+    "Config": "config.Config",
+    "Mixture": "data.Mixture",
+    "MultiTaskModel": "model.MultiTaskModel",
+    "Router": "routing.Router",
+    "Routing": "routing.Routing",
+    "Task": "data.Task",
+    "UserError": "errors.UserError",
+    "alignment_loss": "objective.alignment_loss",
+    "association": "objective.association",
+    "diagnose": "evaluation.diagnose",
+    "evaluate": "evaluation.evaluate",
+    "marginal_scores": "objective.marginal_scores",
+    "masked_softmax": "routing.masked_softmax",
+    "observe": "observation.observe",
+    "per_group_gradients": "observation.per_group_gradients",
+    "results": "report.load",
+    "straight_through": "routing.straight_through",
+    "train": "training.train",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), _RENAMED.get(name, name))
-    if name in _MODULES:
+    if name in _ROOMS:
         return importlib.import_module(f"gar.{name}")
-    raise AttributeError(f"module 'gar' has no attribute {name!r}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'gar' has no attribute {name!r}")
+    room, _, attribute = _EXPORTS[name].partition(".")
+    return getattr(importlib.import_module(f"gar.{room}"), attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS, *_MODULES])
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [
@@ -67,20 +86,31 @@ __all__ = [
     "Router",
     "Routing",
     "Task",
+    "UserError",
     "__version__",
     "alignment_loss",
     "association",
+    "config",
     "data",
     "diagnose",
+    "errors",
     "evaluate",
+    "evaluation",
+    "features",
     "marginal_scores",
     "masked_softmax",
     "methods",
     "metrics",
+    "model",
     "nn",
+    "observation",
     "observe",
     "per_group_gradients",
+    "presets",
+    "report",
     "results",
+    "runs",
     "straight_through",
     "train",
+    "training",
 ]

@@ -34,6 +34,20 @@ from gar.errors import UserError, nearest
 from gar.methods import GAR, Choices, Method, from_config
 from gar.plugins import anchored_plugin, load_plugins
 
+__all__ = [
+    "BackboneConfig",
+    "CacheConfig",
+    "CheckpointConfig",
+    "Config",
+    "EvaluationConfig",
+    "ExpertsConfig",
+    "MixtureConfig",
+    "OptimizerConfig",
+    "TaskConfig",
+    "build",
+    "load",
+]
+
 #: Keys whose value decides what other keys mean.
 NAMING = ("method", "method.name", "mixture", "mixture.name")
 

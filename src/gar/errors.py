@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = ["UserError"]
+
 
 class UserError(ValueError):
     """The user's input is wrong; the message is one line that says what, where and what was expected."""

@@ -1,14 +1,12 @@
-"""What several verbs share: options, progress bars, and the table of a result."""
+"""What several verbs share: progress bars, a saved run, and the table of a result."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -21,28 +19,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from gar.errors import UserError
+from gar.cli.options import option_overrides
 from gar.evaluation.diagnosis import collapse_notes
+from gar.evaluation.saved import Saved, load_saved
+from gar.presets.catalogue import resolve_config
 from gar.training import Hooks
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Configuration overrides, e.g. optimizer.updates=500 method.name=gar."
-    ),
-]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory or a saved model.")]
-MixtureOption = Annotated[
-    str | None, typer.Option(help="A YAML file, mixture or preset; default: the run's own mixture.")
-]
-SeedOption = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DataDirOption = Annotated[
-    Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub.")
-]
-NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Compute the frozen prefix anew for every batch.")
-]
 
 ROUTING_COLUMNS = {
     "load_variance": ("load variance", "{:.5f}"),
@@ -52,20 +33,13 @@ ROUTING_COLUMNS = {
 }
 
 
-def option_overrides(
-    seed: int | None = None, device: str | None = None, data_dir: Path | None = None, no_cache: bool = False
-) -> list[str]:
-    """Command-line options as the overrides they stand for."""
-    chosen: dict[str, Any] = {}
-    if seed is not None:
-        chosen["seed"] = seed
-    if device is not None:
-        chosen["device"] = device
-    if data_dir is not None:
-        chosen["data_dir"] = str(data_dir)
-    if no_cache:
-        chosen["cache.enabled"] = False
-    return [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
+def load_run(
+    run: Path, mixture: str | None, device: str | None, data_dir: Path | None, no_cache: bool
+) -> Saved:
+    """A saved model, and the named mixture or the run's own."""
+    changes = option_overrides(data_dir=data_dir, no_cache=no_cache)
+    config = None if mixture is None else resolve_config(mixture, changes)
+    return load_saved(run, config, changes, device or "auto")
 
 
 @contextmanager
@@ -114,24 +88,3 @@ def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], 
         table.add_row(name, "", *(form.format(result["routing"][key]) for result in results))
     table.caption = escape("\n".join(collapse_notes(results))) or None
     return table
-
-
-def read_result(directory: Path) -> dict[str, Any]:
-    """A finished run's result.json."""
-    try:
-        result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory}: no result.json; expected the directory of a finished run") from None
-    except ValueError:
-        raise UserError(f"{directory / 'result.json'}: not valid JSON") from None
-    return result
-
-
-def model_directory(path: Path) -> Path:
-    """The saved model in a run directory, or the path itself when it is one."""
-    for candidate in (path / "model", path):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if not path.exists():
-        raise UserError(f"{path}: no such directory; expected a run or a saved model")
-    raise UserError(f"{path}: holds no saved model; expected a finished run or a directory with config.json")

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import enum
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gar import config as configuration
+from gar.cli.options import DataDirOption, Format, FormatOption, Overrides, configured
 from gar.data import TaskReport, describe_mixture, load_mixture, registry
-from gar.data.registry import find_mixture, is_task, unknown_name
 
 if TYPE_CHECKING:
     from gar.data import Mixture, SplitReport
 
-app = typer.Typer(no_args_is_help=True, help="The registered tasks and mixtures; checks of a mixture's data.")
-
-
-class Format(enum.StrEnum):
-    table = "table"
-    json = "json"
-
-
-FormatOption = Annotated[Format, typer.Option("--format", help="For people, or for programs.")]
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="The registered tasks and mixtures; checks of a mixture's data.",
+)
 
 
 @app.command("ls")
 def list_registered(output: FormatOption = Format.table) -> None:
     """List the registered tasks and mixtures, and where their data come from."""
     known = registry()
-    if output is Format.json:
+    if output == Format.json:
         tasks = {task.name: {"origin": task.origin, "labels": task.labels} for task in known.tasks.values()}
         print(json.dumps({"tasks": tasks, "mixtures": known.mixtures}, indent=2))
         return
@@ -50,22 +43,17 @@ def list_registered(output: FormatOption = Format.table) -> None:
 @app.command()
 def check(
     what: Annotated[
-        str, typer.Argument(metavar="FILE_OR_MIXTURE", help="A YAML file, a registered mixture or task.")
+        str, typer.Argument(metavar="FILE|MIXTURE|PRESET", help="A YAML file, a mixture, task or preset.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="e.g. backbone.max_length=256")
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub."),
-    ] = None,
+    overrides: Overrides = None,
+    data_dir: DataDirOption = None,
     output: FormatOption = Format.table,
 ) -> None:
     """Read everything, and show rows, labels, token lengths, and what is truncated.
 
     The first mistake in the data ends it, with one line that names the file and the row.
     """
-    config = _config(what, [*(overrides or []), *([f"data_dir={json.dumps(data_dir)}"] if data_dir else [])])
+    config = configured(what, overrides, data_dir=data_dir)
     from gar.model.backbone import (
         load_tokenizer,  # transformers takes a while; mistakes in the data come first
     )
@@ -73,7 +61,7 @@ def check(
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     max_length = config.backbone.max_length
     reports = describe_mixture(mixture, load_tokenizer(config.backbone), max_length)
-    if output is Format.json:
+    if output == Format.json:
         tree = {
             "mixture": mixture.name,
             "max_length": max_length,
@@ -83,15 +71,6 @@ def check(
         print(json.dumps(tree, indent=2, ensure_ascii=False))
     else:
         _print(mixture, list(reports), max_length)
-
-
-def _config(what: str, overrides: list[str]) -> configuration.Config:
-    if Path(what).is_file() or Path(what).suffix in {".yaml", ".yml"}:
-        return configuration.load(what, overrides)
-    if not find_mixture(what) and not is_task(what):
-        raise unknown_name(what)
-    mixture = {"name": what} if find_mixture(what) else {"tasks": [what]}
-    return configuration.build({"mixture": mixture}).override(overrides)
 
 
 def _print(mixture: Mixture, reports: list[TaskReport], max_length: int) -> None:

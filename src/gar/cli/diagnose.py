@@ -14,15 +14,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gar.cli.common import DataDirOption, DeviceOption, MixtureOption, NoCacheOption, RunArgument
-from gar.cli.evaluate import load_run
-from gar.errors import one_of
+from gar.cli.common import load_run
+from gar.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    Format,
+    FormatOption,
+    MixtureOption,
+    NoCacheOption,
+    RunArgument,
+)
 from gar.evaluation.diagnosis import MINIMUM_COUNT, TOP, gradient_shares
 from gar.evaluation.diagnosis import diagnose as diagnose_model
 from gar.report.diagnosis import write_diagnosis
 from gar.runs.reading import seen_name
 
-FORMATS = ("table", "json")
 COLUMNS = 12  # experts side by side
 SHOWN = 6  # tokens of an expert in the table; the JSON has all
 #: Metric: label, digits, what its ends mean.
@@ -45,7 +51,7 @@ def diagnose(
     device: DeviceOption = None,
     data_dir: DataDirOption = None,
     no_cache: NoCacheOption = False,
-    output: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
+    output: FormatOption = Format.table,
     out: Annotated[
         Path | None, typer.Option(help="Also write diagnostics.json and the heatmap (SVG, PNG) there.")
     ] = None,
@@ -60,19 +66,17 @@ def diagnose(
 
     gar diagnose runs/x --mixture other.yaml --out runs/x
     """
-    if output not in FORMATS:
-        raise one_of("--format", output, FORMATS)
     loaded = load_run(run, mixture, device, data_dir, no_cache)
     diagnosis = diagnose_model(
         loaded.model,
         loaded.mixture,
         options=loaded.config.evaluation,
-        cache=loaded.cache,
+        cache=loaded.config.cache,
         top=top,
         minimum_count=minimum_count,
     )
     written = write_diagnosis(diagnosis, out) if out is not None else {}
-    if output == "json":
+    if output == Format.json:
         print(json.dumps(diagnosis, indent=2, ensure_ascii=False))
         return
     console = Console()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gar.cli.common import DeviceOption, RunArgument, model_directory
-from gar.data.files import open_table
-from gar.data.rows import read_texts
-from gar.errors import UserError, one_of
-from gar.model.multitask import MultiTaskModel, TaskInfo
-from gar.runs.environment import resolve_device
-
-FORMATS = ("table", "json", "jsonl", "csv")
+from gar.cli.options import DeviceOption, Format, RunArgument, format_option
+from gar.errors import UserError
+from gar.evaluation.saved import label, load_model
 
 
 def predict(
@@ -34,7 +28,7 @@ def predict(
     file: Annotated[
         Path | None, typer.Option(help="CSV, TSV, JSONL or Parquet with the task's text columns.")
     ] = None,
-    output: Annotated[str, typer.Option("--format", help="table, json, jsonl or csv.")] = "table",
+    output: Annotated[str, format_option(*Format)] = Format.table,
     device: DeviceOption = None,
 ) -> None:
     """Label texts: names and probabilities.
@@ -43,63 +37,19 @@ def predict(
 
     gar predict runs/x --file new.csv --task mood --format csv
     """
-    if output not in FORMATS:
-        raise one_of("--format", output, FORMATS)
     if bool(texts) == (file is not None):
         raise UserError("give either texts as arguments or --file FILE")
-    directory = model_directory(run)
-    model = MultiTaskModel.from_pretrained(directory).to(resolve_device(device or "auto"))
-    tasks = [model.task(task)] if task is not None else list(model.tasks.values())
-    rows = list(_predictions(model, tasks, texts or [], file, named=task is not None))
-    _write(rows, output)
-
-
-def _predictions(
-    model: MultiTaskModel, tasks: list[TaskInfo], texts: list[str], file: Path | None, named: bool
-) -> Iterator[dict[str, Any]]:
-    refused: list[UserError] = []
-    answered = False
-    for info in tasks:
-        try:
-            inputs = _from_arguments(info, texts) if file is None else read_texts(info.text, open_table(file))
-        except UserError as error:
-            if named or len(tasks) == 1:
-                raise
-            refused.append(error)  # without --task, tasks of another form are passed over
-            continue
-        answered = True
-        for n, prediction in enumerate(model.predict(info.name, *inputs)):
-            text = [inputs[0][n]] if inputs[1] is None else [inputs[0][n], inputs[1][n]]
-            yield {
-                "task": info.name,
-                "text": text[0] if len(text) == 1 else text,
-                "label": prediction.label,
-                "probabilities": prediction.probabilities,
-            }
-    if not answered:
-        raise refused[0]
-
-
-def _from_arguments(info: TaskInfo, texts: list[str]) -> tuple[list[str], list[str] | None]:
-    if any(not text.strip() for text in texts):
-        raise UserError("a text is empty; expected something to classify")
-    if len(info.text) == 1:
-        return texts, None
-    if len(texts) % 2:
-        raise UserError(
-            f"task {info.name} takes pairs ({', '.join(info.text)}), found {len(texts)} texts; "
-            "expected an even number"
-        )
-    return texts[::2], texts[1::2]
+    model = load_model(run, device or "auto")
+    _write(list(label(model, texts or [] if file is None else file, task)), output)
 
 
 def _write(rows: list[dict[str, Any]], output: str) -> None:
-    if output == "json":
+    if output == Format.json:
         print(json.dumps(rows, indent=2, ensure_ascii=False))
-    elif output == "jsonl":
+    elif output == Format.jsonl:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
-    elif output == "csv":
+    elif output == Format.csv:
         writer = csv.writer(sys.stdout)
         writer.writerow(["task", "text", "pair", "label", "probability", "probabilities"])
         for row in rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
 from pathlib import Path
@@ -10,16 +9,16 @@ from typing import Annotated
 
 import typer
 
+from gar.cli.options import Format, FormatOption
 from gar.errors import UserError
 from gar.presets import catalogue as presets
 from gar.presets.catalogue import Preset
 
-app = typer.Typer(no_args_is_help=True, help="The paper's configurations, and our own, as named presets.")
-
-
-class Format(enum.StrEnum):
-    table = "table"
-    json = "json"
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="The paper's configurations, and our own, as named presets.",
+)
 
 
 @app.command("ls")
@@ -27,13 +26,13 @@ def list_presets(
     pattern: Annotated[
         str | None, typer.Argument(help="Part of a name, or a glob such as 'paper/*/five/gar'.")
     ] = None,
-    output: Annotated[Format, typer.Option("--format", help="For people, or for programs.")] = Format.table,
+    output: FormatOption = Format.table,
 ) -> None:
     """List presets."""
     found = [presets.find(name) for name in presets.names(pattern)]
     if pattern is not None and not found:
         raise UserError(f"no preset matches {pattern!r}; `gar presets ls` lists all")
-    if output is Format.json:
+    if output == Format.json:
         print(json.dumps([_summary(preset) for preset in found], indent=2))
         return
     width = max((len(preset.name) for preset in found), default=0)

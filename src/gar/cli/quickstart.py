@@ -11,15 +11,8 @@ import typer
 from rich.console import Console
 
 from gar import config as configuration
-from gar.cli.common import (
-    DeviceOption,
-    Overrides,
-    SeedOption,
-    option_overrides,
-    progress_hooks,
-    read_result,
-    result_table,
-)
+from gar.cli.common import progress_hooks, result_table
+from gar.cli.options import DeviceOption, Overrides, SeedOption, option_overrides
 from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
 from gar.runs.names import RESULT
@@ -46,22 +39,23 @@ def quickstart(
     console = Console()
     console.print(NOTICE, style="dim", soft_wrap=True)
     with resources.as_file(resources.files("gar.presets") / "quickstart.yaml") as path:
-        base = configuration.load(path, [*(overrides or []), *option_overrides(seed, device)])
+        base = configuration.load(
+            path, {**configuration.parse_overrides(overrides or ()), **option_overrides(seed, device)}
+        )
     results = []
     mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)
     for method in METHODS:
         config = base if method == base.method.name else base.override({"method.name": method})
         directory = out / f"{method}-seed{config.seed}"
-        if not again and _finished(directory, config):
+        done = not again and _finished(directory, config)
+        if done:
             console.print(
                 f"{method}: finished earlier, {directory}", style="dim", markup=False, soft_wrap=True
             )
-        else:
-            if directory.is_dir():
-                _make_way(directory)
-            with progress_hooks(method) as hooks:
-                train_from_config(config, directory, hooks=hooks)
-        results.append(read_result(directory))
+        elif directory.is_dir():
+            _make_way(directory)
+        with progress_hooks(method) as hooks:
+            results.append(train_from_config(config, directory, resume=done, hooks=hooks))
     title = f"{mixture.name}, {results[0]['updates']} updates, seed {base.seed}"
     console.print(result_table(results, majority_shares(mixture), title))
     console.print("One seed: differences of this size come and go with the seed; see gar sweep for several.")

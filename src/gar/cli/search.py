@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gar.cli.options import DataDirOption, DeviceOption, option_overrides
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
 from gar.errors import UserError
@@ -52,10 +53,8 @@ def search(
         int | None,
         typer.Option(min=1, help="Updates of a candidate, single tasks too; default: the protocol's."),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz], not the hub.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Search hyperparameters by the paper's protocol, Baseline first; the validation split is never used.
 
@@ -65,8 +64,7 @@ def search(
 
     The choice of each method is OUT/<setting>/<mixture>/<method>/chosen.yaml, ready for `gar train`.
     """
-    options = {"data_dir": None if data_dir is None else str(data_dir.resolve()), "device": device}
-    changes = {**parse_overrides(overrides or []), **{k: v for k, v in options.items() if v is not None}}
+    changes = {**parse_overrides(overrides or []), **option_overrides(device=device, data_dir=data_dir)}
     budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
     comparisons = list(_comparisons(what, changes, method))
     for _, methods, _ in comparisons:

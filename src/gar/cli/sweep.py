@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from gar.cli.options import DataDirOption, DeviceOption, Format, FormatOption, option_overrides
 from gar.runs.state import State
 from gar.sweeps.executors import LocalExecutor, RayExecutor, available_cores
 from gar.sweeps.progress import duration
@@ -43,14 +44,6 @@ class Where(enum.StrEnum):
     ray = "ray"
 
 
-class Format(enum.StrEnum):
-    table = "table"
-    json = "json"
-
-
-FormatOption = Annotated[Format, typer.Option("--format", help="For people, or for programs.")]
-
-
 @app.command()
 def run(
     suite: Annotated[
@@ -71,10 +64,8 @@ def run(
     no_models: Annotated[
         bool, typer.Option("--no-models", help="Keep results, not the trained models.")
     ] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz], not the hub.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
     executor: Annotated[
         Where, typer.Option(help="Processes of this machine, or a Ray cluster.")
     ] = Where.local,
@@ -91,8 +82,7 @@ def run(
 
     Exit code: 0 all finished, 1 some failed, 130 interrupted after checkpoints.
     """
-    options = {"data_dir": None if data_dir is None else str(data_dir.resolve()), "device": device}
-    chosen = {key: value for key, value in options.items() if value is not None}
+    chosen = option_overrides(device=device, data_dir=data_dir)
     plan = make_plan(load_suite(suite, overrides or []).replace(chosen), out, retry_failed)
     console = Console(stderr=not dry_run)
     _show_plan(console, plan, jobs or 1)
@@ -120,7 +110,7 @@ def status(
 ) -> None:
     """Show what is finished, running, failed and to do."""
     found = read_status(directory)
-    if output is Format.json:
+    if output == Format.json:
         print(json.dumps(_status_tree(found), indent=2))
     else:
         _show_status(Console(), found)

@@ -9,19 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gar.cli.common import (
-    DataDirOption,
-    DeviceOption,
-    NoCacheOption,
-    Overrides,
-    SeedOption,
-    option_overrides,
-    progress_hooks,
-    result_table,
-)
+from gar.cli.common import progress_hooks, result_table
+from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Overrides, SeedOption, configured
 from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
-from gar.presets.catalogue import resolve_config
 from gar.runs.names import CONFIG
 from gar.training import train_from_config
 
@@ -48,7 +39,7 @@ def train(
 
     gar train paper/roberta_head/five/gar
     """
-    config = resolve_config(what, [*(overrides or []), *option_overrides(seed, device, data_dir, no_cache)])
+    config = configured(what, overrides, seed=seed, device=device, data_dir=data_dir, no_cache=no_cache)
     if out is None:
         if resume:
             raise UserError("--resume: which run? name its directory with --out")

@@ -2,13 +2,18 @@
 
 from gar.evaluation.diagnosis import Lifted, collapse_notes, diagnose, gradient_shares, most_lifted
 from gar.evaluation.measure import EvaluationFailure, evaluate
+from gar.evaluation.saved import Saved, label, load_model, load_saved
 
 __all__ = [
     "EvaluationFailure",
     "Lifted",
+    "Saved",
     "collapse_notes",
     "diagnose",
     "evaluate",
     "gradient_shares",
+    "label",
+    "load_model",
+    "load_saved",
     "most_lifted",
 ]

@@ -1,8 +1,9 @@
 """Named configurations: every row of the paper's configuration tables, its coefficient sweeps, and our own.
 
 ``paper/<setting>/<mixture or task>/<method>`` and
-``paper/lambda_sweep/<setting>/<mixture>/<objective>/<lambda>`` are generated from the packaged tables
-(:mod:`gar.presets.paper`), ``bigbench/<mixture>/<method>`` from ``presets.yaml``.
+``paper/lambda_sweep/<setting>/<mixture>/<objective>/<lambda>`` are rows of the packaged tables
+(:mod:`gar.presets.paper`) filled into the base configuration of their setting in ``settings.yaml``, which
+also has ``bigbench/<mixture>/<method>``.
 
 >>> find("paper/roberta_head/five/gar").config(seed=1).method.coefficient
 0.001
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
 
 from gar import config as configuration
-from gar.config import Config, set_key
+from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, registry
 from gar.errors import UserError, nearest
@@ -31,6 +33,13 @@ from gar.methods import Choices
 from gar.presets import paper
 
 Tree = dict[str, Any]
+
+#: Which column of the configuration tables is which key.
+OPTIMIZER_FIELDS: Mapping[str, str] = {
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.clip": "grad_clip",
+    "optimizer.weight_decay": "weight_decay",
+}
 
 #: Which column of ``configs.csv`` is which field of a method.
 METHOD_FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -42,16 +51,6 @@ METHOD_FIELDS: Mapping[str, Mapping[str, str]] = {
     "switchaux": {"coefficient": "alpha_switch"},
     "stgc_load": {"coefficient": "beta_stgc", "load_coefficient": "lambda_load"},
 }
-
-#: Rows of the sweeps that the paper prints in percent, and their metric.
-SWEEP_PERCENT: Mapping[str, str] = {"macro": "acc", "seed_std": "seed_std"}
-
-#: Keys that leave the trained model and its measured values as they are, up to rounding.
-NEUTRAL = (
-    "preset", "seed", "device", "data_dir", "tracking", "observation", "max_tokens_per_pass",
-    "cache.enabled", "cache.directory", "checkpoint.*", "evaluation.every", "evaluation.batch_tokens",
-    "backbone.gradient_checkpointing",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,17 @@ def check(what: str) -> Config:
 
 
 def deviations(config: Config) -> list[str]:
-    """Keys in which a configuration differs from the preset it names, apart from :data:`NEUTRAL` ones.
+    """Keys of the result in which a configuration differs from the preset it names; its seed is its own.
 
     >>> deviations(resolve_config("paper/roberta_head/five/gar", ["optimizer.updates=10", "seed=3"]))
     ['optimizer.updates']
     """
     if config.preset is None or not is_preset(config.preset):
         return []
-    own, published = _flat(config.to_dict()), _flat(find(config.preset).config().to_dict())
-    keys = [*own, *(key for key in published if key not in own)]
-    changed = [key for key in keys if own.get(key) != published.get(key)]
-    return [key for key in changed if not any(fnmatch.fnmatchcase(key, neutral) for neutral in NEUTRAL)]
+    own, published = (
+        flat(result_only(each.to_dict())) for each in (config, find(config.preset).config(config.seed))
+    )
+    return [key for key in {**own, **published} if own.get(key) != published.get(key)]
 
 
 def write(preset: Preset, path: str | Path, force: bool = False) -> Path:
@@ -172,16 +171,7 @@ def write(preset: Preset, path: str | Path, force: bool = False) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------- generation
-
-
-class _Row(NamedTuple):
-    """A row of a configuration table, whichever table it is from."""
-
-    learning_rate: str
-    grad_clip: str
-    weight_decay: str
-    updates: str
+# ---------------------------------------------------------------------- rows on their bases
 
 
 @functools.cache
@@ -189,133 +179,90 @@ def _presets() -> dict[str, Preset]:
     return {preset.name: preset for source in (_selected, _sweeps, _own) for preset in source()}
 
 
+@functools.cache
+def _bases() -> Tree:
+    """``settings.yaml``: base configurations and stated choices."""
+    text = resources.files("gar.presets").joinpath("settings.yaml").read_text(encoding="utf-8")
+    tree: Tree = yaml.safe_load(text)
+    return tree
+
+
 def _selected() -> Iterator[Preset]:
     for row in paper.configs():
-        setting = paper.settings()[row.setting]
-        cells = row._asdict()
-        method = {field: float(cells[column]) for field, column in METHOD_FIELDS[row.method].items()}
-        values = _Row(row.learning_rate, row.grad_clip, row.weight_decay, setting.optimizer_updates)
+        setting, subject, method = row[:3]
+        columns = {f"method.{field}": column for field, column in METHOD_FIELDS[method].items()}
         yield _preset(
-            f"paper/{row.setting}/{row.mixture_or_task}/{row.method}",
-            row.mixture_or_task,
-            _paper_tree(setting, row.mixture_or_task, values, {"name": row.method, **method}),
+            f"paper/{setting}/{subject}/{method}",
             setting,
-            setting.config_tables,
-            paper.endpoint(row.setting, row.mixture_or_task, row.method),
+            subject,
+            {"method.name": method, **_cells(row, {**columns, **OPTIMIZER_FIELDS})},
+            _origin(paper.settings()[setting].config_tables),
+            paper.endpoint(setting, subject, method),
         )
 
 
 def _sweeps() -> Iterator[Preset]:
-    arms: dict[tuple[str, str, str, str], dict[str, str]] = {}
+    printed: dict[tuple[str, ...], dict[str, str]] = {}
     for cell in paper.lambda_sweep():
-        arms.setdefault(cell[:4], {})[cell.row] = cell.value
-    fixed = {(row.setting, row.mixture): row for row in paper.lambda_sweep_configs()}
-    for (setting_id, mixture, objective, coefficient), printed in arms.items():
-        if (row := fixed.get((setting_id, mixture))) is None:
+        printed.setdefault(cell[:4], {})[cell.row] = cell.value
+    fixed = {row[:2]: row for row in paper.lambda_sweep_configs()}
+    for (setting, mixture, objective, coefficient), values in printed.items():
+        if (row := fixed.get((setting, mixture))) is None:
             continue  # the mean over mixtures
-        setting = paper.settings()[setting_id]
-        values = _Row(row.learning_rate, row.grad_clip, row.weight_decay, row.optimizer_updates)
-        method = {"name": "gar", "coefficient": float(coefficient), "objective": objective}
-        percent = {metric: str(Decimal(printed[key]) / 100) for key, metric in SWEEP_PERCENT.items()}
+        gar = {"name": "gar", "coefficient": float(coefficient), "objective": objective}
+        percent = {"acc": Decimal(values["macro"]), "seed_std": Decimal(values["seed_std"])}
         yield _preset(
-            f"paper/lambda_sweep/{setting_id}/{mixture}/{objective}/{coefficient}",
-            mixture,
-            _paper_tree(setting, mixture, values, method),
+            f"paper/lambda_sweep/{setting}/{mixture}/{objective}/{coefficient}",
             setting,
-            setting.sweep_config_tables,
-            {metric: printed[metric] for metric in ("lvar", "purity", "util")} | percent,
+            mixture,
+            {"method": gar, "optimizer.updates": int(row.optimizer_updates), **_cells(row, OPTIMIZER_FIELDS)},
+            _origin(paper.settings()[setting].sweep_config_tables),
+            {metric: values[metric] for metric in ("lvar", "purity", "util")}
+            | {metric: str(value / 100) for metric, value in percent.items()},
         )
 
 
 def _own() -> Iterator[Preset]:
-    text = resources.files("gar.presets").joinpath("own.yaml").read_text(encoding="utf-8")
-    for family, entry in yaml.safe_load(text).items():
-        for short, mixture in entry["mixtures"].items():
-            for method, fields in entry["methods"].items():
-                tree = copy.deepcopy(entry["config"])
-                tree["mixture"]["name"] = mixture
-                tree["method"] = {"name": method, **fields}
-                yield _preset(f"{family}/{short}/{method}", mixture, tree)
-
-
-def _paper_tree(setting: paper.Setting, subject: str, row: _Row, method: Tree) -> Tree:
-    """The tables' cells as a configuration tree."""
-    trainable = setting.backbone_trainable == "trainable"
-    half = setting.precision.startswith("bf16")
-    tree: Tree = {
-        "backbone": {
-            "name": paper.open_choices()["backbones"][setting.backbone_name_in_text],
-            "trainable": trainable,
-            # A frozen backbone is stored in half precision; a trained one computes in it, on float32 weights.
-            "dtype": "bfloat16" if half and not trainable else "float32",
-            "pooling": "mean",
-            "max_length": int(setting.max_seq_len),
-        },
-        "experts": {"site": setting.expert_kind, "count": int(setting.experts), "top_k": int(setting.top_k)},
-        "method": method,
-        "mixture": {"batch_size": int(setting.per_task_batch_size), "group_size": int(setting.group_size)},
-        "optimizer": {
-            "learning_rate": float(row.learning_rate),
-            "weight_decay": float(row.weight_decay),
-            "clip": float(row.grad_clip),
-            "warmup": float(setting.warmup_ratio),
-        },
-        "precision": "bfloat16" if half and trainable else "float32",
-    }
-    if setting.rank:
-        tree["experts"]["rank"] = int(setting.rank)
-        tree["experts"]["alpha"] = float(setting.lora_alpha)
-        tree["experts"]["dropout"] = float(setting.lora_dropout)
-    if subject in paper.mixtures():
-        tree["mixture"]["name"] = subject
-        tree["optimizer"]["updates"] = int(row.updates)
-    else:
-        epochs = dict(entry.split("=") for entry in setting.epochs.split(";"))
-        tree["mixture"]["tasks"] = [find_task(subject).name]
-        tree["optimizer"]["epochs"] = float(epochs[subject])
-    return tree
+    for family, base in _bases()["settings"].items():
+        for short, mixture in base.get("mixtures", {}).items():
+            for method, fields in base["methods"].items():
+                values = {"method": {"name": method, **fields}}
+                yield _preset(f"{family}/{short}/{method}", family, mixture, values, "not from the paper")
 
 
 def _preset(
     name: str,
+    setting: str,
     subject: str,
-    tree: Tree,
-    setting: paper.Setting | None = None,
-    tables: str = "",
-    published: Mapping[str, str] | None = None,
+    values: Tree,
+    origin: str,
+    published: Mapping[str, str] = MappingProxyType({}),
 ) -> Preset:
-    choices = _decide(tree, setting)
-    return Preset(
-        name=name,
-        setting=setting.setting if setting else name.split("/")[0],
-        subject=subject,
-        method=tree["method"]["name"],
-        origin=f"paper, {tables.replace(';', ', ')}" if setting else "not from the paper",
-        tree=tree,
-        choices=choices,
-        seeds=tuple(paper.open_choices()["seeds"]),
-        published=published or {},
-    )
+    """The setting's base with a row's values, by dotted keys, and the choices in words."""
+    bases = _bases()
+    base = bases["settings"][setting]
+    tree = overridden(copy.deepcopy(base["config"]), values)
+    if "epochs" in base:
+        tasks = [find_task(subject).name]
+        tree["mixture"]["tasks"], tree["optimizer"]["epochs"] = tasks, base["epochs"][subject]
+    else:
+        tasks = list(registry().mixtures[subject])
+        tree["mixture"]["name"] = subject
+    method = tree["method"]["name"]
+    notes = dict(base["choices"])
+    for more in (*(bases["tasks"].get(task, {}) for task in tasks), bases["methods"].get(method, {})):
+        notes |= more
+    chosen = flat(tree)
+    choices = {key: f"{chosen[key]}; {note}" if key in chosen else note for key, note in notes.items()}
+    return Preset(name, setting, subject, method, origin, tree, choices, tuple(bases["seeds"]), published)
 
 
-def _decide(tree: Tree, setting: paper.Setting | None) -> dict[str, str]:
-    """Fill the choices of ``choices.yaml`` into the tree; returns them in words."""
-    known = registry()
-    mixture = tree["mixture"]
-    facts = _flat(tree | ({"setting": setting._asdict()} if setting else {}))
-    facts["tasks"] = known.mixtures[mixture["name"]] if "name" in mixture else mixture["tasks"]
-    facts["preset"] = "paper" if setting else "own"
-    choices: dict[str, str] = {}
-    for entry in paper.open_choices()["choices"]:
-        if not all(_set(facts.get(key)) & _set(wanted) for key, wanted in entry.get("when", {}).items()):
-            continue
-        key = entry["key"]
-        if "value" in entry:
-            set_key(tree, key, entry["value"])
-        value = entry.get("value", facts.get(key))
-        note = entry["note"].format(setting=setting)
-        choices[key] = note if value is None else f"{value}; {note}"
-    return choices
+def _cells(row: NamedTuple, columns: Mapping[str, str]) -> dict[str, float]:
+    return {key: float(getattr(row, column)) for key, column in columns.items()}
+
+
+def _origin(tables: str) -> str:
+    return f"paper, {tables.replace(';', ', ')}"
 
 
 # ---------------------------------------------------------------------- names
@@ -338,14 +285,3 @@ def _hint(name: str, known: Iterable[str]) -> str:
     start = _plain(name) + "/"
     below = {preset[len(start) :].split("/")[0] for preset in names() if _plain(preset).startswith(start)}
     return f"; below it are {', '.join(sorted(below))}" if below else nearest(name, known)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
-def _set(value: Any) -> set[Any]:
-    return set(value) if isinstance(value, list | tuple) else {value}

@@ -5,13 +5,12 @@ Nothing is downloaded: architectures are written here as transformers configurat
 
 from __future__ import annotations
 
-import itertools
 import math
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +19,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from gar.config import CacheConfig, Config, build
+from gar.config import CacheConfig, Config
 from gar.data.batches import Updates
-from gar.data.task import Mixture
 from gar.data.tokenize import TokenizedSplit
-from gar.errors import UserError
 from gar.features.cache import Features
 from gar.features.sources import CachedSource, RawSource, Source
-from gar.methods import GAR, REGISTRY, Baseline, Method
+from gar.methods import GAR, Baseline, Method
 from gar.model.backbone import DTYPES, prepare
 from gar.model.multitask import MultiTaskModel, TaskInfo, length_bucketed
 from gar.seeds import derive_seed
-from gar.training import Hooks, TrainingFailure, train
 from gar.training.loop import make_optimizer
 from gar.training.updater import UpdateOptions, run_update
 
@@ -91,22 +87,6 @@ class Timing:
     slowest: float
     peak_gib: float | None
     finite: bool
-
-
-SITES = ("lora_ffn", "full_ffn", "lora_head")
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One line of :func:`every_combination`; ``note`` says why a combination was refused or stopped."""
-
-    site: str
-    top_k: int
-    method: str
-    seconds: float | None
-    peak_gib: float | None
-    losses: tuple[float, float] | None
-    note: str
 
 
 def synthetic_model(
@@ -243,72 +223,13 @@ def step_table(
             yield name, kind, measure(steppers, repeats)
 
 
-def one_update(
-    config: Config,
-    classes: Sequence[int],
-    device: torch.device,
-    repeats: int = 1,
-    warmup: int = 1,
-    backbone: PreTrainedModel | None = None,
-) -> tuple[Timing, PreTrainedModel]:
-    """Step time and peak memory of a configuration at full size with random weights, uncached.
-
-    Also returns the backbone; given back, it saves the next configuration its making.
-    """
-    model = synthetic_model(config, classes, device, backbone)
-    splits = synthetic_splits(classes, 2 * config.mixture.batch_size, config.backbone.max_length, config.seed)
-    source = RawSource(model, splits, CacheConfig())
-    stepper = Stepper(config, model, source, config.method, config.observation)
-    return measure({config.preset or config.backbone.name: stepper}, repeats, warmup)[0], model.backbone
-
-
-def every_combination(
-    mixture: Mixture, backbone: str, device: torch.device, updates: int
-) -> Iterator[Combination]:
-    """Short runs of every site, gate and method on a real mixture; ``lora_ffn`` backbones stay frozen."""
-    for site, top_k, name in itertools.product(SITES, (4, 1), REGISTRY):
-        tree = {
-            "backbone": {"name": backbone, "trainable": site != "lora_ffn"},
-            "experts": {"site": site, "top_k": top_k},
-            "method": {"name": name},
-            "mixture": {"tasks": [task.name for task in mixture.tasks]},
-            "optimizer": {"updates": updates, "learning_rate": 1e-3 if site == "lora_ffn" else 5e-5},
-            "device": str(device),
-        }
-        try:
-            config = build(tree)
-        except UserError as refusal:
-            yield Combination(site, top_k, name, None, None, None, str(refusal).partition(": ")[2])
-            continue
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        model = MultiTaskModel.from_pretrained(
-            config.backbone, mixture.tasks, config.experts, seed=config.seed
-        )
-        seen: list[float] = []
-        hooks = Hooks(update=lambda done, total, loss, seen=seen: seen.append(loss))  # type: ignore[misc]
-        try:
-            result = train(model, mixture, config=config, hooks=hooks)
-        except TrainingFailure as failure:
-            yield Combination(site, top_k, name, None, None, None, str(failure))
-            continue
-        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        losses = (seen[0], seen[-1])
-        yield Combination(site, top_k, name, result["timing"]["step_seconds_mean"], peak, losses, "")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> str:
     """What the numbers were measured on."""
-    import platform
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    return (
+        f"device {name}, threads {torch.get_num_threads()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, python {platform.python_version()}"
+    )
 
 
 def _processor() -> str:

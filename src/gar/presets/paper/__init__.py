@@ -232,13 +232,6 @@ def hpo() -> Mapping[str, Any]:
 
 
 @functools.cache
-def open_choices() -> Mapping[str, Any]:
-    """``choices.yaml``: what the paper leaves open and what the presets choose."""
-    tree: dict[str, Any] = yaml.safe_load(_text("choices.yaml"))
-    return tree
-
-
-@functools.cache
 def _endpoint_cells() -> dict[tuple[str, str, str], dict[str, str]]:
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in endpoints():
