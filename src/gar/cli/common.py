@@ -23,6 +23,7 @@ from rich.table import Table
 
 from gar.errors import UserError
 from gar.evaluation.diagnosis import collapse_notes
+from gar.metrics import METRICS
 from gar.training import Hooks
 
 Overrides = Annotated[
@@ -43,13 +44,6 @@ DataDirOption = Annotated[
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Compute the frozen prefix anew for every batch.")
 ]
-
-ROUTING_COLUMNS = {
-    "load_variance": ("load variance", "{:.5f}"),
-    "utilization": ("utilization", "{:.3f}"),
-    "gradient_mass_purity": ("gradient-mass purity", "{:.4f}"),
-    "nmi": ("NMI", "{:.4f}"),
-}
 
 
 def option_overrides(
@@ -110,8 +104,9 @@ def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], 
     table.add_row(
         "macro accuracy", f"{mean:.3f}", *(f"{r['accuracy']['macro']:.4f}" for r in results), style="bold"
     )
-    for key, (name, form) in ROUTING_COLUMNS.items():
-        table.add_row(name, "", *(form.format(result["routing"][key]) for result in results))
+    for metric in METRICS.values():
+        if metric.brief:
+            table.add_row(escape(metric.label), "", *(metric.text(metric.read(result)) for result in results))
     table.caption = escape("\n".join(collapse_notes(results))) or None
     return table
 

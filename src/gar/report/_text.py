@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import groupby
 
-from gar.report.table import Cell, Table
+from gar.report._table import Cell, Table
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#$])")
 _LATEX = {
