@@ -152,7 +152,7 @@ def test_different_configurations_are_different_settings(tmp_path):
         "minilm frozen, lora_ffn, E8K4, mixture.max_train_examples=None, optimizer.updates=100",
         "minilm frozen, lora_ffn, E8K4, mixture.max_train_examples=None, optimizer.updates=2000",
     ]
-    assert not results._repeats
+    assert not results.notes
 
 
 def test_where_a_run_was_made_does_not_matter(tmp_path):

@@ -157,9 +157,7 @@ def _blocks(
         ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
         ("configuration", "Configuration and versions"): [
             tables.configurations(results, setting),
-            tables.shared_keys(results, setting),
-            tables.versions(results, setting),
-            tables.directories(results, setting),
+            *tables.records(results, setting),
         ],
     }
     found = []

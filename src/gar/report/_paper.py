@@ -6,6 +6,7 @@ are said to be no reproduction.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -21,8 +22,8 @@ from gar.presets import paper
 from gar.presets.catalogue import Preset
 from gar.presets.paper import Paired
 from gar.report import _grouping as grouping
-from gar.report._table import Column, Record, Table, interval, measure
-from gar.report._tables import METHOD, POINTS, SCOPE, SEEDS, difference
+from gar.report._table import Row, Table, interval, shown
+from gar.report._tables import POINTS
 from gar.report.results import Results, Scope, mean_interval
 
 SCOPES = {  # the paper's scopes by their mixtures
@@ -41,69 +42,62 @@ def endpoints(
     results: Results, setting: str, metrics: Iterable[Metric], name: str, caption: str, folded: bool = False
 ) -> Table:
     """Our mean, the paper's, their difference, and whether the paper's lies in our interval."""
-    records = []
-    for scope in results.scopes(setting):
-        for variant in results.variants(setting):
-            found = _presets(results, setting, scope, variant)
-            if not found or results.missing("accuracy", setting, scope, variant):
+    rows = []
+    for scope, variant in itertools.product(results.scopes(setting), results.variants(setting)):
+        found = _presets(results, setting, scope, variant)
+        if not found or results.missing("accuracy", setting, scope, variant):
+            continue
+        for metric in metrics:
+            printed = _published(found, metric.paper)
+            values = results.values(metric.name, setting, scope, variant)
+            if printed is None or values.empty:
                 continue
-            for metric in metrics:
-                printed = _published(found, metric.paper)
-                values = results.values(metric.name, setting, scope, variant)
-                if printed is None or values.empty:
-                    continue
-                mean, low, high = mean_interval(values)
-                ours = {"mean": mean, "low": low, "high": high, "seeds": len(values)}
-                theirs = {"paper": printed, "difference": mean - printed, "metric": metric}
-                where = {"scope": scope.label, "variant": variant, "group": f"{scope.label}/{variant}"}
-                records.append(where | ours | theirs)
-    columns = [
-        SCOPE,
-        METHOD,
-        Column("metric", lambda row: row["metric"].label),
-        SEEDS,
-        Column("here", lambda row: measure(row["metric"], "mean")(row), True),
-        Column("here, 95 % interval", lambda row: interval(row["metric"])(row)),
-        Column("paper", lambda row: measure(row["metric"], "paper")(row), True),
-        Column("here − paper", lambda row: measure(row["metric"], "difference", sign=True)(row), True),
-        Column("paper's value", _verdict),
-    ]
+            mean, low, high = mean_interval(values)
+            contents = {
+                "mixture": scope.label,
+                "method": variant,
+                "metric": metric.label,
+                "seeds": len(values),
+                "here": shown(metric, mean),
+                "here, 95 % interval": interval(metric, low, high),
+                "paper": shown(metric, printed),
+                "here − paper": shown(metric, mean - printed, sign=True),
+                "paper's value": _verdict(printed, low, high),
+            }
+            rows.append(Row(contents, (variant,), f"{scope.label}/{variant}"))
     notes = [NOTE, *_deviations(results, setting)]
-    return Table(name, f"Beside the paper: {caption}", columns, records, notes, folded)
+    return Table(name, f"Beside the paper: {caption}", rows, notes, folded=folded)
 
 
 def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table:
     """Our paired differences in accuracy beside the paper's."""
     scopes = {scope.label: scope for scope in results.scopes(setting)}
-    records = []
-    for row in frame[frame["setting"] == setting].to_dict("records"):
+    rows = []
+    for row in frame[frame["setting"] == setting].dropna(subset="mean").to_dict("records"):
         a, b = (_presets(results, setting, scopes[row["scope"]], row[side]) for side in ("a", "b"))
-        printed = None if math.isnan(row["mean"]) else _paired_row(a, b)
-        if printed is not None:
-            cells = (printed.estimate, printed.ci_low, printed.ci_high)
-            mean, low, high = (float(value) / 100 for value in cells)
-            theirs = {"paper": mean, "paper_low": low, "paper_high": high, "difference": row["mean"] - mean}
-            records.append({**row, **theirs, "variants": (row["a"], row["b"])})
-    columns = [
-        Column("mixtures", "scope"),
-        Column("difference", difference),
-        SEEDS,
-        Column("here", measure(POINTS, "mean", sign=True), True),
-        Column("here, 95 % interval", interval(POINTS, sign=True)),
-        Column("paper", measure(POINTS, "paper", sign=True), True),
-        Column("paper, 95 % interval", interval(POINTS, "paper_low", "paper_high", sign=True)),
-        Column("here − paper", measure(POINTS, "difference", sign=True), True),
-        Column("paper's value", _verdict),
-    ]
-    caption = "Beside the paper: paired differences in accuracy, pp"
-    return Table("paper-paired", caption, columns, records)
+        if (printed := _paired_row(a, b)) is None:
+            continue
+        mean, low, high = (float(cell) / 100 for cell in (printed.estimate, printed.ci_low, printed.ci_high))
+        contents = {
+            "mixtures": row["scope"],
+            "difference": f"{row['a']} − {row['b']}",
+            "seeds": row["seeds"],
+            "here": shown(POINTS, row["mean"], sign=True),
+            "here, 95 % interval": interval(POINTS, row["low"], row["high"], sign=True),
+            "paper": shown(POINTS, mean, sign=True),
+            "paper, 95 % interval": interval(POINTS, low, high, sign=True),
+            "here − paper": shown(POINTS, row["mean"] - mean, sign=True),
+            "paper's value": _verdict(mean, row["low"], row["high"]),
+        }
+        rows.append(Row(contents, (row["a"], row["b"])))
+    return Table("paper-paired", "Beside the paper: paired differences in accuracy, pp", rows)
 
 
-def _verdict(row: Record) -> str:
+def _verdict(printed: float, low: float, high: float) -> str:
     """Whether the paper's value lies inside our interval."""
-    if math.isnan(row["low"]):
+    if math.isnan(low):
         return "one seed: no interval to compare with"
-    return "inside our interval" if row["low"] <= row["paper"] <= row["high"] else "outside our interval"
+    return "inside our interval" if low <= printed <= high else "outside our interval"
 
 
 def _presets(results: Results, setting: str, scope: Scope, variant: str) -> list[Preset]:

@@ -3,103 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from gar.metrics import Metric
-
-Record: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Text as shown, and the unrounded value behind it where there is one; without it a number sorts last."""
+    """Text as shown, and the unrounded value that it is sorted by where there is one.
+
+    Columns of ``number`` cells are set to the right; one without a value is sorted last.
+    """
 
     text: str
     value: float | None = None
-
-    @classmethod
-    def of(cls, content: Cell | str | int | float) -> Cell:
-        if isinstance(content, Cell):
-            return content
-        return cls(content) if isinstance(content, str) else cls(str(content), float(content))
+    number: bool = True
 
 
-@dataclass(frozen=True)
-class Column:
-    """What a table shows of each record: the value under a key, or a function of the record.
-
-    ``title`` explains the label; ``number`` columns are right-aligned and sorted by value.
-    """
-
-    label: str
-    show: str | Callable[[Record], Cell | str | int | float]
-    number: bool = False
-    title: str = ""
-
-    def cell(self, record: Record) -> Cell:
-        return Cell.of(record[self.show] if isinstance(self.show, str) else self.show(record))
+Content: TypeAlias = Cell | str | int | float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` rows stand out."""
+    """Contents by heading. A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` stands out."""
 
-    cells: tuple[Cell, ...]
-    variants: tuple[str, ...]
-    group: str
-    strong: bool
+    contents: Mapping[str, Content]
+    variants: tuple[str, ...] = ()
+    group: str = ""
+    strong: bool = False
+
+    @property
+    def cells(self) -> list[Cell]:
+        return list(map(_cell, self.contents.values()))
 
 
 @dataclass
 class Table:
-    """Records in columns. ``name`` is its id in the page; ``notes`` belong below it.
+    """Rows of one form. ``name`` is its id in the page; ``titles`` explain headings; ``notes`` belong below it.
 
-    A record may say under ``variants`` which methods it is about (one alone under ``variant``), under ``group``
-    and ``strong`` how its row is set. ``folded`` tables are details that a reader opens, ``record`` ones are
-    opened in print; ``absent`` names the files that do not have it.
+    ``folded`` tables are details that a reader opens, ``record`` ones are opened in print; ``absent`` names the
+    kinds of files (md, tex) that leave it out.
     """
 
     name: str
     caption: str
-    columns: Sequence[Column]
-    records: Iterable[Record]
-    notes: list[str] = field(default_factory=list)
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    titles: Mapping[str, str] = field(default_factory=dict)
     folded: bool = False
     record: bool = False
     absent: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.rows = [
-            Row(
-                tuple(column.cell(record) for column in self.columns),
-                record.get("variants", (record["variant"],) if "variant" in record else ()),
-                record.get("group", ""),
-                record.get("strong", False),
-            )
-            for record in self.records
-        ]
+    @property
+    def columns(self) -> dict[str, bool]:
+        """The headings, and whether numbers stand below them."""
+        return {name: _cell(content).number for name, content in self.rows[0].contents.items()}
 
 
-def measure(metric: Metric, key: str = "", sign: bool = False) -> Callable[[Record], Cell]:
-    """Shows a record's value of the metric, or the one under another key in the same digits."""
-
-    def show(record: Record) -> Cell:
-        value = record[key or metric.name]
-        return Cell(metric.text(value, sign), value if math.isfinite(value) else None)
-
-    return show
+def _cell(content: Content) -> Cell:
+    if isinstance(content, Cell):
+        return content
+    return Cell(content, number=False) if isinstance(content, str) else Cell(str(content), float(content))
 
 
-def interval(
-    metric: Metric, low: str = "low", high: str = "high", sign: bool = False
-) -> Callable[[Record], Cell]:
-    """Shows ``[low, high]`` from two keys of a record, or a dash where there is no interval."""
+def shown(metric: Metric, value: float, sign: bool = False) -> Cell:
+    """A value in the metric's digits, or a dash."""
+    return Cell(metric.text(value, sign), value if math.isfinite(value) else None)
 
-    def show(record: Record) -> Cell:
-        if math.isnan(record[low]):
-            return Cell("–")
-        return Cell(f"[{metric.text(record[low], sign)}, {metric.text(record[high], sign)}]", record[low])
 
-    return show
+def interval(metric: Metric, low: float, high: float, sign: bool = False) -> Cell:
+    """``[low, high]``, or a dash where there is none."""
+    if math.isnan(low):
+        return Cell("–", number=False)
+    return Cell(f"[{metric.text(low, sign)}, {metric.text(high, sign)}]", low, number=False)

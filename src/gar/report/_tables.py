@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
@@ -11,312 +12,227 @@ import pandas as pd
 from gar.metrics import METRICS, OBJECTIVES, Metric, population_std
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
-from gar.report._table import Cell, Column, Record, Table, interval, measure
+from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report.results import Results
 from gar.runs.reading import Run, seen_name
 
-ACCURACY = METRICS["accuracy"]
+ACCURACY, STEP = METRICS["accuracy"], METRICS["step_seconds"]
 POINTS = Metric("difference", "difference", better=1, digits=2, scale=100, unit="pp")
-METHOD, SEEDS = Column("method", "variant"), Column("seeds", "seeds", True)
-SCOPE, MIXTURE = Column("mixture", "scope"), Column("mixture", "mixture")
+ENDPOINT_TITLES = {
+    "accuracy, %": "mean over tasks, then mixtures, then seeds",
+    "std, pp": "population standard deviation over seeds",
+    "95 % interval, %": "two-sided Student-t interval of the mean over seeds",
+    "Pareto": "● no other method is as good in accuracy, purity, utilization and load variance",
+}
 
 
 def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
     """Accuracy with its spread, the other objectives, and the Pareto front, per mixture and method."""
-    rows = frame[frame["setting"] == setting]
-    lists = rows[rows["seeds"] > 0].groupby("scope", sort=False)["seed_list"].nunique()
+    frame = frame[frame["setting"] == setting]
+    lists = frame[frame["seeds"] > 0].groupby("scope", sort=False)["seed_list"].nunique()
     uneven = list(lists[lists > 1].index)
-    best = rows["accuracy"] == rows.groupby("scope")["accuracy"].transform("max")
-    rows = rows.assign(group=rows["scope"], strong=best & ~rows["scope"].isin(uneven))
-    columns = [
-        SCOPE,
-        METHOD,
-        SEEDS,
-        Column("accuracy, %", measure(ACCURACY), True, "mean over tasks, then mixtures, then seeds"),
-        Column("std, pp", measure(POINTS, "accuracy_std"), True, "population standard deviation over seeds"),
-        Column(
-            "95 % interval, %",
-            interval(ACCURACY, "accuracy_low", "accuracy_high"),
-            title="two-sided Student-t interval of the mean over seeds",
-        ),
-        *(
-            _column(metric)
-            for metric in METRICS.values()
-            if metric.name in OBJECTIVES.values() and metric != ACCURACY
-        ),
-        Column(
-            "Pareto",
-            lambda row: "●" if row["pareto"] else "",
-            title="● no other method is as good in accuracy, purity, utilization and load variance",
-        ),
+    best = frame["accuracy"] == frame.groupby("scope")["accuracy"].transform("max")
+    others = [
+        metric for name, metric in listed().items() if name in OBJECTIVES.values() and metric != ACCURACY
     ]
-    records = rows.to_dict("records")
+    records = frame.assign(strong=best & ~frame["scope"].isin(uneven)).to_dict("records")
+    rows = []
+    for row in records:
+        contents = {
+            "mixture": row["scope"],
+            "method": row["variant"],
+            "seeds": row["seeds"],
+            "accuracy, %": shown(ACCURACY, row["accuracy"]),
+            "std, pp": shown(POINTS, row["accuracy_std"]),
+            "95 % interval, %": interval(ACCURACY, row["accuracy_low"], row["accuracy_high"]),
+            **_values(others, row),
+            "Pareto": "●" if row["pareto"] else "",
+        }
+        rows.append(Row(contents, (row["variant"],), row["scope"], row["strong"]))
     notes = [f"{row['scope']}, {row['variant']}: {row['note']}." for row in records if row["note"]]
     notes += [f"{name}: {mixture} alone, see there." for name, mixture in results.lone_bins(setting).items()]
-    notes += [
-        f"{scope}: methods have different seeds, so neither means nor ● compare like with like."
-        for scope in uneven
-    ]
-    if (rows["seeds"] == 1).any():
+    like = "methods have different seeds, so neither means nor ● compare like with like"
+    notes += [f"{scope}: {like}." for scope in uneven]
+    if (frame["seeds"] == 1).any():
         notes.append("One seed says nothing about spread: rows with one seed have no std and no interval.")
     notes.append("Bold: highest mean accuracy of its mixture, which alone is no evidence of a difference.")
-    return Table("endpoints", "Endpoints: means over seeds", columns, records, notes)
+    return Table("endpoints", "Endpoints: means over seeds", rows, notes, ENDPOINT_TITLES)
 
 
 def further(setting: str, frame: pd.DataFrame) -> Table:
     """The metrics that are no objectives, one's own among them."""
     others = [metric for name, metric in listed().items() if name not in OBJECTIVES.values()]
-    rows = frame[frame["setting"] == setting]
-    return Table(
-        "further",
-        "Further routing metrics: means over seeds",
-        [SCOPE, METHOD, SEEDS, *map(_column, others)],
-        rows.assign(group=rows["scope"]).to_dict("records"),
-        folded=True,
-    )
+    rows = []
+    for row in frame[frame["setting"] == setting].to_dict("records"):
+        where = {"mixture": row["scope"], "method": row["variant"], "seeds": row["seeds"]}
+        rows.append(Row(where | _values(others, row), (row["variant"],), row["scope"]))
+    return Table("further", "Further routing metrics: means over seeds", rows, folded=True)
 
 
 def task_accuracies(results: Results, setting: str) -> list[Table]:
     """Accuracy of every task, a table a mixture."""
     tables = []
     for index, mixture in enumerate(results.mixtures(setting)):
-        records: list[Record] = []
-        for variant in results.variants(setting):
-            if cell := results.cell(setting, mixture, variant):
-                shares = pd.DataFrame([run.result["accuracy"]["tasks"] for run in cell.values()])
-                records.append({"variant": variant, "seeds": len(cell), "tasks": shares})
-        tasks = dict.fromkeys(task for record in records for task in record["tasks"])
-        columns = [Column(f"{task}, %", _task_cell(task), True) for task in tasks]
+        cells = {v: cell for v in results.variants(setting) if (cell := results.cell(setting, mixture, v))}
+        shares = {
+            v: pd.DataFrame([run.result["accuracy"]["tasks"] for run in cell.values()])
+            for v, cell in cells.items()
+        }
+        tasks = dict.fromkeys(task for frame in shares.values() for task in frame)
+        rows = [
+            Row(
+                {"method": v, "seeds": len(frame), **{f"{t}, %": _task_cell(frame.get(t)) for t in tasks}},
+                (v,),
+            )
+            for v, frame in shares.items()
+        ]
         caption = f"{mixture}: accuracy by task, mean ± population std over seeds"
-        tables.append(Table(f"tasks-{index}", caption, [METHOD, SEEDS, *columns], records, folded=True))
+        tables.append(Table(f"tasks-{index}", caption, rows, folded=True))
     return tables
 
 
 def seen(results: Results, setting: str) -> list[Table]:
     """What the experts see most, of the first seed with a diagnostics.json; a table a mixture."""
-    columns = [
-        METHOD,
-        Column("seed", "seed", True),
-        Column("expert", "expert", True),
-        Column("load, %", lambda row: Cell(f"{100 * row['load']:.1f}", row["load"]), True),
-        Column("× over chance", lambda row: ", ".join(map(_lift, row["seen"])) or "–"),
-    ]
     note = (
         "Tokens (at the head site: tasks and labels) that select the expert more often than others "
         "do, rare ones passed over; one seed, since experts of different seeds do not correspond."
     )
     tables = []
     for index, mixture in enumerate(results.mixtures(setting)):
-        cells = {v: results.cell(setting, mixture, v) for v in results.variants(setting)}
-        chosen = {v: next(((s, r) for s, r in cell.items() if r.seen), None) for v, cell in cells.items()}
-        records = [
-            {"variant": v, "group": v, "seed": found[0], "expert": e, "load": load, "seen": entries}
-            for v, found in chosen.items()
-            if found
-            for e, (load, entries) in enumerate(
-                zip(found[1].result["routing"].get("load") or (), found[1].seen, strict=False)
-            )
-        ]
-        if records:
+        rows = []
+        for variant in results.variants(setting):
+            cell = results.cell(setting, mixture, variant)
+            seed, run = next(((seed, run) for seed, run in cell.items() if run.seen), (0, None))
+            loads = run.result["routing"].get("load") or () if run else ()
+            for e, (load, entries) in enumerate(zip(loads, run.seen if run else (), strict=False)):
+                words = ", ".join(f"{seen_name(entry)} ×{entry['lift']:.1f}" for entry in entries)
+                contents = {
+                    "method": variant,
+                    "seed": seed,
+                    "expert": e,
+                    "load, %": Cell(f"{100 * load:.1f}", load),
+                }
+                rows.append(Row({**contents, "× over chance": words or "–"}, (variant,), variant))
+        if rows:
             caption = f"{mixture}: what each expert sees most"
-            tables.append(
-                Table(f"seen-{index}", caption, columns, records, [note], folded=True, absent=("tex",))
-            )
+            tables.append(Table(f"seen-{index}", caption, rows, [note], folded=True, absent=("tex",)))
     return tables
 
 
 def paired(setting: str, frame: pd.DataFrame, metric: Metric) -> Table:
     """Paired differences over seeds with their intervals."""
-    shown = POINTS if metric == ACCURACY else metric
-    unit = f", {shown.unit}" if shown.unit else ""
-    columns = [
-        SCOPE,
-        Column("difference", difference),
-        SEEDS,
-        Column(f"mean{unit}", measure(shown, "mean", sign=True), True),
-        Column(
-            f"95 % interval{unit}",
-            interval(shown, sign=True),
-            title="two-sided Student-t interval over seeds, seeds − 1 degrees of freedom",
-        ),
-        Column("zero lies", where_zero_lies, title="where zero lies relative to the interval"),
-    ]
-    rows = frame[frame["setting"] == setting]
-    records = [
-        {**row, "variants": (row["a"], row["b"]), "group": row["scope"]} for row in rows.to_dict("records")
-    ]
-    told = [row for row in records if row["note"] and row["note"] != "one seed: no interval"]
-    notes = [f"{row['scope']}, {difference(row)}: {row['note']}." for row in told]
-    if (rows["seeds"] == 1).any():
+    points = POINTS if metric == ACCURACY else metric
+    unit = f", {points.unit}" if points.unit else ""
+    frame, rows, notes = frame[frame["setting"] == setting], [], []
+    for row in frame.to_dict("records"):
+        a, b, scope = row["a"], row["b"], row["scope"]
+        contents = {
+            "mixture": scope,
+            "difference": f"{a} − {b}",
+            "seeds": row["seeds"],
+            f"mean{unit}": shown(points, row["mean"], sign=True),
+            f"95 % interval{unit}": interval(points, row["low"], row["high"], sign=True),
+            "zero lies": _zero(row["mean"], row["low"], row["high"]),
+        }
+        rows.append(Row(contents, (a, b), scope))
+        if row["note"] and row["note"] != "one seed: no interval":
+            notes.append(f"{scope}, {a} − {b}: {row['note']}.")
+    if (frame["seeds"] == 1).any():
         notes.append("One seed has no interval, so its difference may be chance alone.")
-    if count := int(rows["low"].notna().sum()):
+    if count := int(frame["low"].notna().sum()):
         corrected = f"Nominal intervals, not corrected for the {count} comparisons in this table."
         notes.append(corrected if count > 1 else "Nominal interval.")
-    return Table(
-        "paired" if metric == ACCURACY else f"paired-{metric.name}",
-        f"Paired differences in {metric.label} over the same seeds",
-        columns,
-        records,
-        notes,
-        folded=metric != ACCURACY,
-    )
-
-
-def difference(row: Record) -> str:
-    """What a paired row compares."""
-    return f"{row['a']} − {row['b']}"
-
-
-def where_zero_lies(row: Record) -> str:
-    """What an interval allows to say about zero."""
-    if math.isnan(row["mean"]):
-        return "not compared"
-    if math.isnan(row["low"]):
-        return "one seed: no interval"
-    if row["low"] > 0:
-        return "below the interval"
-    return "above the interval" if row["high"] < 0 else "inside the interval"
+    titles = {
+        f"95 % interval{unit}": "two-sided Student-t interval over seeds, seeds − 1 degrees of freedom",
+        "zero lies": "where zero lies relative to the interval",
+    }
+    name, caption = f"paired-{metric.name}", f"Paired differences in {metric.label} over the same seeds"
+    main = metric == ACCURACY
+    return Table("paired" if main else name, caption, rows, notes, titles, folded=not main)
 
 
 def times(results: Results, setting: str) -> Table:
     """Time per update; factors over Baseline where both ran on the same device."""
-    step = METRICS["step_seconds"]
-    columns = [
-        MIXTURE,
-        METHOD,
-        Column("runs", "runs", True),
-        Column("time per update, ms", measure(step, "mean"), True),
-    ]
-    columns += [
-        Column("std, ms", measure(step, "std"), True),
-        Column("over Baseline", lambda row: factor(row["factor"]), True),
-        Column("device", "device"),
-    ]
-    rows = results.counted[results.counted["setting"] == setting].dropna(subset="step_seconds")
-    records = []
+    rows = []
     for mixture in results.mixtures(setting):
         base: dict[str, float] = {}
         for variant in results.variants(setting):
-            cell = rows[(rows["mixture"] == mixture) & (rows["variant"] == variant)]
-            if cell.empty:
+            runs = results.cell(setting, mixture, variant).values()
+            seconds = [value for run in runs if math.isfinite(value := STEP.read(run.result))]
+            if not seconds:
                 continue
-            device = ", ".join(sorted(set(map(_device, results.cell(setting, mixture, variant).values()))))
-            mean = fmean(cell["step_seconds"])
+            device, mean = ", ".join(sorted({_device(run) for run in runs})), fmean(seconds)
             if variant in results.references(setting):
                 base.setdefault(device, mean)
-            records.append(
-                {
-                    "mixture": mixture,
-                    "variant": variant,
-                    "group": mixture,
-                    "runs": len(cell),
-                    "mean": mean,
-                    "std": population_std(cell["step_seconds"]) if len(cell) > 1 else math.nan,
-                    "factor": mean / base.get(device, math.nan),
-                    "device": device,
-                }
-            )
+            contents = {
+                "mixture": mixture,
+                "method": variant,
+                "runs": len(seconds),
+                "time per update, ms": shown(STEP, mean),
+                "std, ms": shown(STEP, population_std(seconds) if len(seconds) > 1 else math.nan),
+                "over Baseline": factor(mean / base.get(device, math.nan)),
+                "device": device,
+            }
+            rows.append(Row(contents, (variant,), mixture))
     note = "Times are those of the training runs; runs that shared a machine slow each other down."
-    return Table("times", "Time per update: mean over runs", columns, records, [note])
+    return Table("times", "Time per update: mean over runs", rows, [note])
 
 
 def configurations(results: Results, setting: str) -> Table:
     """What every method ran with, per mixture."""
-    columns = [
-        MIXTURE,
-        METHOD,
-        Column(
-            "hyper-parameters", lambda row: ", ".join(f"{k}={v}" for k, v in row["own"].items()) or "none"
-        ),
-        Column("learning rate", lambda row: _plain(row["learning_rate"]), True),
-        Column("clip", lambda row: _plain(row["clip"]), True),
-        Column("weight decay", lambda row: _plain(row["weight_decay"]), True),
-        Column("updates", "updates", True),
-        Column("seeds", "seeds"),
-        Column("preset", "preset"),
-    ]
-    records = []
+    rows = []
     for mixture in results.mixtures(setting):
         for variant in results.variants(setting):
-            if not (cell := results.cell(setting, mixture, variant)):
-                continue
-            run = next(iter(cell.values()))
-            own = {k: v for k, v in grouping.hyperparameters(run).items() if k != "learning_rate"}
-            optimizer = run.config.get("optimizer") or {}
-            records.append(
-                {
+            cell = results.cell(setting, mixture, variant)
+            for run in list(cell.values())[:1]:
+                own = {k: v for k, v in grouping.hyperparameters(run).items() if k != "learning_rate"}
+                optimizer = run.config.get("optimizer") or {}
+                contents = {
                     "mixture": mixture,
-                    "variant": variant,
-                    "group": mixture,
-                    "own": own,
-                    **{key: optimizer.get(key) for key in ("learning_rate", "clip", "weight_decay")},
+                    "method": variant,
+                    "hyper-parameters": ", ".join(f"{key}={value}" for key, value in own.items()) or "none",
+                    "learning rate": _plain(optimizer.get("learning_rate")),
+                    "clip": _plain(optimizer.get("clip")),
+                    "weight decay": _plain(optimizer.get("weight_decay")),
                     "updates": int(run.result.get("updates", 0)),
                     "seeds": ", ".join(map(str, cell)),
                     "preset": ", ".join(sorted({str(r.config.get("preset") or "–") for r in cell.values()})),
                 }
-            )
-    return Table("configurations", "Configurations", columns, records, absent=("tex",))
+                rows.append(Row(contents, (variant,), mixture))
+    return Table("configurations", "Configurations", rows, absent=("tex",))
 
 
-def shared_keys(results: Results, setting: str) -> Table:
-    """Configuration keys that are the same in every finished run of the setting."""
-    trees = [grouping.flat(run.config) for run in results.members(setting) if run.result]
-    names = dict.fromkeys(name for tree in trees for name in tree)
-    same = {n: str(trees[0].get(n)) for n in names if all(tree.get(n) == trees[0].get(n) for tree in trees)}
-    return Table(
-        "shared",
-        "The same in every run",
-        [Column("key", "key"), Column("value", "value")],
-        [{"key": key, "value": value} for key, value in same.items()],
-        folded=True,
-        record=True,
-        absent=("tex",),
-    )
-
-
-def versions(results: Results, setting: str) -> Table:
-    """Software and devices behind the finished runs, with the number of runs of each."""
-    labels = ["gar", "commit", "python", "libraries", "device", "platform"]
-    found = pd.DataFrame([_versions(run) for run in results.members(setting) if run.result], columns=labels)
-    counts = found.groupby(labels, sort=False).size().rename("runs").reset_index()
-    columns = [*(Column(label, label) for label in labels), Column("runs", "runs", True)]
-    return Table(
-        "versions",
-        "Versions and devices",
-        columns,
-        counts.to_dict("records"),
-        folded=True,
-        record=True,
-        absent=("tex",),
-    )
-
-
-def directories(results: Results, setting: str) -> Table:
-    """Where the finished runs lie."""
-    paths = [{"path": str(run.path)} for run in results.members(setting) if run.result]
-    return Table(
-        "directories", "Run directories", [Column("run", "path")], paths, folded=True, absent=("md", "tex")
-    )
+def records(results: Results, setting: str) -> list[Table]:
+    """What all finished runs of the setting share, the software and devices behind them, and where they lie."""
+    runs = [run for run in results.members(setting) if run.result]
+    trees = [grouping.flat(run.config) for run in runs]
+    keys = [key for key in trees[0] if all(tree.get(key) == trees[0][key] for tree in trees)]
+    shared = [Row({"key": key, "value": str(trees[0][key])}) for key in keys]
+    found = pd.DataFrame(map(_versions, runs)).value_counts(sort=False, dropna=False).reset_index(name="runs")
+    versions = list(map(Row, found.to_dict("records")))
+    paths = [Row({"run": str(run.path)}) for run in runs]
+    return [
+        Table("shared", "The same in every run", shared, folded=True, record=True, absent=("tex",)),
+        Table("versions", "Versions and devices", versions, folded=True, record=True, absent=("tex",)),
+        Table("directories", "Run directories", paths, folded=True, absent=("md", "tex")),
+    ]
 
 
 def problems(results: Results) -> Table:
     """Runs without a result, and why."""
-    columns = [Column("state", "state"), Column("run", "path"), Column("setting", "setting"), MIXTURE]
-    columns += [Column("method", "variant"), Column("seed", "seed"), Column("reason", "reason")]
-    records = []
+    rows = []
     for run in sorted(results.problems, key=lambda run: (run.state, str(run.path))):
+        setting, mixture, variant = results.label(run)
+        contents = {
+            "state": run.state,
+            "run": str(run.path),
+            "setting": setting,
+            "mixture": mixture,
+            "method": variant,
+        }
         seed = str(grouping.seed_of(run)) if run.config else "–"
-        records.append(
-            {
-                **results.label(run)._asdict(),
-                "variants": (),
-                "state": run.state,
-                "path": str(run.path),
-                "seed": seed,
-                "reason": run.reason or "–",
-            }
-        )
-    return Table("problems", "Failed, running and unreadable runs", columns, records)
+        rows.append(Row({**contents, "seed": seed, "reason": run.reason or "–"}))
+    return Table("problems", "Failed, running and unreadable runs", rows)
 
 
 def factor(value: float) -> Cell:
@@ -324,34 +240,38 @@ def factor(value: float) -> Cell:
     return Cell("–") if math.isnan(value) else Cell(f"×{value:.2f}", value)
 
 
-def _column(metric: Metric) -> Column:
-    return Column(f"{metric.label} {metric.arrow}".rstrip(), measure(metric), True)
+def _values(metrics: Iterable[Metric], row: Any) -> dict[str, Cell]:
+    return {f"{metric.label} {metric.arrow}".rstrip(): shown(metric, row[metric.name]) for metric in metrics}
 
 
-def _task_cell(task: str) -> Any:
-    def show(row: Record) -> Cell:
-        if task not in row["tasks"] or (values := row["tasks"][task].dropna()).empty:
-            return Cell("–")
-        spread = f" ± {100 * population_std(values):.2f}" if len(values) > 1 else ""
-        return Cell(f"{100 * fmean(values):.2f}{spread}", 100 * fmean(values))
+def _zero(mean: float, low: float, high: float) -> str:
+    """What an interval allows to say about zero."""
+    if math.isnan(mean):
+        return "not compared"
+    if math.isnan(low):
+        return "one seed: no interval"
+    if low > 0:
+        return "below the interval"
+    return "above the interval" if high < 0 else "inside the interval"
 
-    return show
 
-
-def _lift(entry: Record) -> str:
-    return f"{seen_name(entry)} ×{entry['lift']:.1f}"
+def _task_cell(shares: pd.Series[float] | None) -> Cell:
+    if shares is None:
+        return Cell("–")
+    values = shares.dropna()
+    spread = f" ± {100 * population_std(values):.2f}" if len(values) > 1 else ""
+    return Cell(f"{100 * fmean(values):.2f}{spread}", 100 * fmean(values))
 
 
 def _plain(value: Any) -> Cell:
     return Cell(f"{value:g}", float(value)) if isinstance(value, int | float) else Cell("–")
 
 
-def _versions(run: Run) -> tuple[str, ...]:
+def _versions(run: Run) -> dict[str, str]:
+    known = {key: str(run.environment.get(key) or "–") for key in ("gar", "commit", "python", "platform")}
     libraries = ", ".join(f"{key} {value}" for key, value in (run.environment.get("libraries") or {}).items())
-    gar, commit, python, platform = (
-        str(run.environment.get(key) or "–") for key in ("gar", "commit", "python", "platform")
-    )
-    return gar, commit, python, libraries or "–", _device(run), platform
+    platform = known.pop("platform")
+    return {**known, "libraries": libraries or "–", "device": _device(run), "platform": platform}
 
 
 def _device(run: Run) -> str:
