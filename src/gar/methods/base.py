@@ -40,7 +40,7 @@ class Method(BaseModel):
     name: ClassVar[str]
     #: What tables and figures call it; the name where a class says nothing.
     label: ClassVar[str]
-    #: Colour and marker in figures, as matplotlib spells them ("ink": the text's colour); None takes a grey one.
+    #: Colour and marker in figures as matplotlib spells them ("ink": the text's colour); None takes a grey.
     style: ClassVar[tuple[str, str] | None] = None
     #: Whether every other method is compared with it, and whether it is set against every other one.
     reference: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class Method(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """What a method is called and how it is compared is never inherited: two methods would be one in tables."""
+        """What a method is called, and its part in comparisons, is not inherited: tables tell all apart."""
         defaults = {"label": getattr(cls, "name", ""), "style": None, "reference": False, "proposed": False}
         for key, value in defaults.items():
             if key not in cls.__dict__:

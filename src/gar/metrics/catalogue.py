@@ -26,9 +26,10 @@ Bounds = tuple[float, float]
 class Measured:
     """What one evaluation of a model saw: T tasks, E experts, N examples.
 
-    ``load`` [E] sums to 1; ``counts`` int64 [T, E] are selection events; ``gates`` [N, E] each example's gates;
-    ``norms`` [T, E] the lengths of the tasks' expert gradients, ``by_expert`` [E, T, T] their inner products
-    within an expert, ``between`` [E, E] those of the experts' mean gradients. Beside the counts, all float64.
+    ``load`` [E] sums to 1; ``counts`` [T, E] are selection events, in int64, all else is in float64;
+    ``gates`` [N, E] are each example's; ``norms`` [T, E] the lengths of the tasks' expert gradients,
+    ``by_expert`` [E, T, T] their inner products within an expert, ``between`` [E, E] those of the experts'
+    mean gradients.
     """
 
     load: Floats
@@ -43,15 +44,15 @@ class Measured:
 class Metric:
     """One metric of a result.
 
-    ``name`` is its key in result.json, under ``routing`` unless ``where`` gives another dotted path; a metric
-    without ``compute`` is written there by something else. ``better`` is 1 (higher), -1 (lower) or 0 (neither).
+    ``name`` is its key in result.json, under ``routing`` unless ``where`` gives another dotted path; one
+    without ``compute`` is written there by something else. ``better`` is 1 (higher), -1 (lower) or 0.
     ``bounds`` are the ends of its range, or a function of the numbers of tasks and experts that gives them.
 
-    Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words what
-    the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the paper's tables,
-    ``short`` a heading for narrow tables. ``brief`` ones stand in the table of a single result too; those not
-    ``listed`` are in result.json and the report's CSV alone. ``recover`` computes the value from the sections of
-    an older result that lacks it.
+    Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words
+    what the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the paper's
+    tables, ``short`` a heading for narrow tables. ``brief`` ones stand in the table of a single result too;
+    those not ``listed`` are in result.json and the report's CSV alone. ``recover`` computes the value from the
+    sections of an older result that lacks it.
     """
 
     name: str
@@ -124,10 +125,10 @@ METRICS: dict[str, Metric] = {
                short="load var.", brief=True,
                meaning="0: all experts equal; {high:.5f}: one has everything"),
         Metric("utilization", "utilization", lambda m: utilization(m.load), better=1,
-               bounds=lambda tasks, experts: (1 / experts, 1), digits=3, paper="util", short="util.", brief=True,
-               meaning="share of the experts with at least half the uniform load"),
-        Metric("gradient_mass_purity", "gradient-mass purity", lambda m: gradient_mass_purity(m.norms), better=1,
-               bounds=(0, 1), paper="purity", short="purity", brief=True,
+               bounds=lambda tasks, experts: (1 / experts, 1), digits=3, paper="util", short="util.",
+               brief=True, meaning="share of the experts with at least half the uniform load"),
+        Metric("gradient_mass_purity", "gradient-mass purity", lambda m: gradient_mass_purity(m.norms),
+               better=1, bounds=(0, 1), paper="purity", short="purity", brief=True,
                meaning="largest task's share of an expert's gradient"),
         Metric("structure_purity", "structure purity", lambda m: structure_purity(m.counts), bounds=(0, 1),
                paper="struct_purity", meaning="selections that belong to their expert's largest task"),
@@ -169,8 +170,8 @@ _OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms"})
 def register(metric: Metric) -> Metric:
     """Measure and show a metric of one's own from now on, also in figures and trajectories.
 
-    A value that is not finite is left out of the result. Raises ``ValueError`` for a name that the package's own
-    results use, or one that is no plain name.
+    A value that is not finite is left out of the result. Raises ``ValueError`` for a name that the package's
+    own results use, or one that is no plain name.
     """
     if metric.name in _OWN or not metric.name.isidentifier():
         raise ValueError(

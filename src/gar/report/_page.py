@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,7 +120,7 @@ def _blocks(
     widest = results.scopes(setting)[-1].label
     published = [metric for metric in routing if metric.paper]
 
-    def picture(name: str, *which: str, caption: str = "", folded: bool = False) -> Picture:
+    def picture(name: str, *which: str, folded: bool = False) -> Picture:
         kind = name.split("-")[0]
         draw, said = PICTURES[kind]
         seeds = {"common_seeds": common_seeds} if kind in ("gains", "pareto") else {}
@@ -170,29 +170,31 @@ def _blocks(
     return found
 
 
-PICTURES = {
+PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
     "gains": (
         figures.paired_gains,
-        "Paired differences in accuracy over the same seeds. Dots: single seeds; bars: two-sided 95 % Student-t "
-        "intervals; a hollow mark has one seed and no interval.",
+        "Paired differences in accuracy over the same seeds. Dots: single seeds; bars: two-sided 95 % "
+        "Student-t intervals; a hollow mark has one seed and no interval.",
     ),
     "trajectories": (
         figures.trajectories,
-        "routing during training, means over seeds; bands: one standard error over seeds (none with one seed).",
+        "routing during training, means over seeds; bands: one standard error over seeds (none with one "
+        "seed).",
     ),
     "loads": (
         figures.loads,
-        "load of each expert, sorted within a run; bars: means over seeds, dots: seeds, dashed line: uniform.",
+        "load of each expert, sorted within a run; bars: means over seeds, dots: seeds, dashed line: "
+        "uniform.",
     ),
     "heatmap": (
         figures.task_expert_heatmap,
-        "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the task "
-        "that uses them most. The line in the colour bar is the uniform share.",
+        "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the "
+        "task that uses them most. The line in the colour bar is the uniform share.",
     ),
     "pareto": (
         figures.pareto,
-        "accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other method "
-        "is as good in all four and better in one.",
+        "accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other "
+        "method is as good in all four and better in one.",
     ),
     "sweep": (
         figures.coefficient_sweep,

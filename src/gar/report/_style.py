@@ -1,8 +1,8 @@
 """Colours, axes and the SVG form of the figures.
 
-The methods' colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker of
-its own too. Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure reads on
-light and dark alike.
+The methods' colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker
+of its own too. Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure
+reads on light and dark alike.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def dress(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def title(axes: Axes, text: str) -> None:
+def title(axes: Axes, text: str, below: str) -> None:
+    """What a panel shows, and what its x axis is."""
+    axes.set_xlabel(below, fontsize=8)
     axes.set_title(plain("\n".join(textwrap.wrap(text, 38))), fontsize=9, color=INK, loc="left")
 
 

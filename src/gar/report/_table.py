@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any
 
 from gar.metrics import Metric
 
@@ -22,14 +22,14 @@ class Cell:
     number: bool = True
 
 
-Content: TypeAlias = Cell | str | int | float
-
-
 @dataclass(frozen=True)
 class Row:
-    """Contents by heading. A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` stands out."""
+    """Cells, texts or numbers by heading.
 
-    contents: Mapping[str, Content]
+    A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` rows stand out.
+    """
+
+    contents: Mapping[str, Any]
     variants: tuple[str, ...] = ()
     group: str = ""
     strong: bool = False
@@ -41,10 +41,10 @@ class Row:
 
 @dataclass
 class Table:
-    """Rows of one form. ``name`` is its id in the page; ``titles`` explain headings; ``notes`` belong below it.
+    """Rows of one form. ``name`` is its id in the page; ``titles`` explain headings; ``notes`` go below it.
 
-    ``folded`` tables are details that a reader opens, ``record`` ones are opened in print; ``absent`` names the
-    kinds of files (md, tex) that leave it out.
+    ``folded`` tables are details that a reader opens, ``record`` ones are opened in print; ``absent`` names
+    the kinds of files (md, tex) that leave it out.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Table:
         return {name: _cell(content).number for name, content in self.rows[0].contents.items()}
 
 
-def _cell(content: Content) -> Cell:
+def _cell(content: Any) -> Cell:
     if isinstance(content, Cell):
         return content
     return Cell(content, number=False) if isinstance(content, str) else Cell(str(content), float(content))

@@ -203,7 +203,7 @@ def configurations(results: Results, setting: str) -> Table:
 
 
 def records(results: Results, setting: str) -> list[Table]:
-    """What all finished runs of the setting share, the software and devices behind them, and where they lie."""
+    """What all finished runs of a setting share, the software and devices behind them, and their places."""
     runs = [run for run in results.members(setting) if run.result]
     trees = [grouping.flat(run.config) for run in runs]
     keys = [key for key in trees[0] if all(tree.get(key) == trees[0][key] for tree in trees)]

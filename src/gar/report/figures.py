@@ -10,7 +10,7 @@ raises :class:`NothingToDraw`, which says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class NothingToDraw(UserError):
 
 
 def trajectories(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
-    """A panel a metric over training: means over seeds, bands of one standard error where there are several seeds.
+    """A panel a metric over training: means over seeds, and bands of one standard error of several seeds.
 
     Mixtures are averaged within a seed first. Only updates at which every seed and mixture of a variant was
     evaluated are drawn.
@@ -64,8 +64,7 @@ def trajectories(results: Results, setting: str | None = None, scope: str | None
                     line.index, mean - error, mean + error, color=style["color"], alpha=0.15, lw=0
                 )
                 band.set_gid(f"series:{slug(variant)}:band")
-        title(axes, _heading(metric))
-        axes.set_xlabel("update", fontsize=8)
+        title(axes, _heading(metric), "update")
     _legend(panels, look, list(lines))
     return panels.figure
 
@@ -73,29 +72,26 @@ def trajectories(results: Results, setting: str | None = None, scope: str | None
 def loads(results: Results, setting: str | None = None, mixture: str | None = None) -> Figure:
     """Load of each expert, sorted within a run since experts of different seeds do not correspond."""
     setting, mixture = _mixture(results, setting, mixture)
-    sorted_loads = {
-        variant: [np.sort(np.asarray(load, float))[::-1] for run in runs if (load := _routing(run, "load"))]
-        for variant, runs in _runs(results, setting, mixture).items()
-    }
-    sorted_loads = {variant: found for variant, found in sorted_loads.items() if found}
+    sorted_loads = {}
+    for variant, runs in _with(results, setting, mixture, "load").items():
+        sorted_loads[variant] = np.sort([run.result["routing"]["load"] for run in runs])[:, ::-1]
     if not sorted_loads:
         raise NothingToDraw("the results hold no loads")
     look = _styles(results, setting)
     panels = Panels(len(sorted_loads), 4, 2.75, 2.1, sharey=True)
     for axes, (variant, found) in zip(panels.axes, sorted_loads.items(), strict=True):
-        ranks = np.arange(1, len(found[0]) + 1)
-        color = look[variant]["color"]
-        axes.bar(ranks, np.mean(found, axis=0), color=color, alpha=0.55, width=0.75)
+        seeds, experts = found.shape
+        ranks, uniform = np.arange(1, experts + 1), 1 / experts
+        axes.bar(ranks, found.mean(0), color=look[variant]["color"], alpha=0.55, width=0.75)
         for load in found:
             axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
-        _uniform(axes, 1 / len(ranks))
-        title(axes, f"{variant}, {_count(len(found))}")
+        axes.axhline(uniform, color=INK, linestyle="--", linewidth=1)
+        axes.text(0.99, uniform, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+                  fontsize=7, color=INK)  # fmt: skip
+        title(axes, f"{variant}, {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}", "expert, by load")
         axes.set_xticks(ranks)
-        axes.set_xlabel("expert, by load", fontsize=8)
         axes.grid(visible=False, axis="x")
-    panels.axes[0].set_ylim(
-        0, 1.08 * max(float(load.max()) for found in sorted_loads.values() for load in found)
-    )
+    panels.axes[0].set_ylim(0, 1.08 * max(float(found.max()) for found in sorted_loads.values()))
     for axes in panels.axes[:: panels.columns]:
         axes.set_ylabel("share of load", fontsize=8)
     return panels.figure
@@ -110,17 +106,12 @@ def task_expert_heatmap(
     the uniform share, which is the line in the colour bar.
     """
     setting, mixture = _mixture(results, setting, mixture)
-    chosen: dict[str, Run] = {}
-    for variant, runs in _runs(results, setting, mixture).items():
-        for run in runs:
-            if _routing(run, "load_by_task") and seed in (None, grouping.seed_of(run)):
-                chosen.setdefault(variant, run)
-    if not chosen:
+    tables = {}
+    for variant, runs in _with(results, setting, mixture, "load_by_task").items():
+        for run in [run for run in runs if seed in (None, grouping.seed_of(run))][:1]:
+            tables[f"{variant}, seed {grouping.seed_of(run)}"] = run.result["routing"]["load_by_task"]
+    if not tables:
         raise NothingToDraw("the results hold no loads by task")
-    tables = {
-        f"{variant}, seed {grouping.seed_of(run)}": run.result["routing"]["load_by_task"]
-        for variant, run in chosen.items()
-    }
     return _heatmaps(tables, columns=3)
 
 
@@ -144,8 +135,7 @@ def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int)
         axes.set_xticks(np.arange(experts) + 0.5, [str(e) for e in order])
         axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
         axes.invert_yaxis()
-        axes.set_xlabel("expert", fontsize=8)
-        title(axes, name)
+        title(axes, name, "expert")
     bar = panels.figure.colorbar(ScalarMappable(norm, "PuOr_r"), ax=panels.axes + panels.spare, fraction=0.03)
     dress(bar.ax)
     bar.ax.grid(visible=False)
@@ -174,10 +164,8 @@ def paired_gains(
             y = pairs.index((row.a, row.b))
             style = look[row.a if row.b in results.references(setting) else row.b]
             _interval(axes, row, y, shown.scale, style)
-        title(axes, scope)
-        axes.set_yticks(range(len(pairs)), [plain(f"{a} − {b}") for a, b in pairs])
-        axes.set_ylim(len(pairs) - 0.4, -0.6)
-        axes.set_xlabel(unit, fontsize=8)
+        title(axes, scope, unit)
+        _names(axes, [f"{a} − {b}" for a, b in pairs])
         axes.tick_params(labelbottom=True)
     return panels.figure
 
@@ -200,8 +188,9 @@ def pareto(
             style = look[row["variant"]]
             face = style["color"] if row["pareto"] else "none"
             (point,) = axes.plot(
-                [row[metric.name]], [accuracy.scale * row[accuracy.name]], marker=style["marker"], markersize=8, linestyle="none",
-                markerfacecolor=face, markeredgecolor=style["color"], markeredgewidth=1.4,
+                [row[metric.name]], [accuracy.scale * row[accuracy.name]], marker=style["marker"],
+                markersize=8, linestyle="none", markerfacecolor=face, markeredgecolor=style["color"],
+                markeredgewidth=1.4,
             )  # fmt: skip
             point.set_gid(f"series:{slug(row['variant'])}:point")
         axes.margins(0.12)
@@ -243,9 +232,10 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
             level = by_seed(base).mean()
             handles.setdefault(base, axes.axhline(level, color=INK, linestyle="--", linewidth=1))
         axes.set_xscale("log")
-        _coefficient_ticks(axes, sorted({c for curve in curves.values() for c in curve}), zero)
-        title(axes, _heading(metric))
-        axes.set_xlabel("coefficient", fontsize=8)
+        coefficients = sorted({c for curve in curves.values() for c in curve})
+        axes.set_xticks([c or zero for c in coefficients], [f"{c:g}" for c in coefficients], rotation=45)
+        axes.set_xticks([], minor=True)
+        title(axes, _heading(metric), "coefficient")
     panels.legend(list(handles.values()), list(handles))
     return panels.figure
 
@@ -272,12 +262,10 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
             if not math.isnan(base):
                 axes.annotate(factor(times.mean() / base).text, (milliseconds.max(), y), (6, 0), va="center",
                               textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
-        title(axes, mixture)
-        axes.set_yticks(range(len(variants)), [plain(v) for v in variants])
-        axes.set_ylim(len(variants) - 0.4, -0.6)
+        title(axes, mixture, "time per update, ms")
+        _names(axes, variants)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)
-        axes.set_xlabel("time per update, ms", fontsize=8)
     return panels.figure
 
 
@@ -331,16 +319,10 @@ def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
     }
 
 
-def _coefficient_ticks(axes: Axes, coefficients: Sequence[float], zero: float) -> None:
-    ticks = [c or zero for c in coefficients]
-    axes.set_xticks(ticks, [f"{c:g}" for c in coefficients], rotation=45)
-    axes.set_xticks([], minor=True)
-
-
-def _uniform(axes: Axes, share: float) -> None:
-    axes.axhline(share, color=INK, linestyle="--", linewidth=1)
-    axes.text(0.99, share, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-              fontsize=7, color=INK)  # fmt: skip
+def _names(axes: Axes, names: Sequence[str]) -> None:
+    """One name a line, from the top."""
+    axes.set_yticks(range(len(names)), list(map(plain, names)))
+    axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _legend(
@@ -362,44 +344,40 @@ def _styles(results: Results, setting: str) -> dict[str, dict[str, Any]]:
     return styles([(variant, results.method(variant)) for variant in results.variants(setting)])
 
 
-def _runs(results: Results, setting: str, mixture: str) -> dict[str, list[Run]]:
-    return {v: list(results.cell(setting, mixture, v).values()) for v in results.variants(setting)}
-
-
-def _routing(run: Run, key: str) -> Any:
-    return run.result["routing"].get(key)
+def _with(results: Results, setting: str, mixture: str, key: str) -> dict[str, list[Run]]:
+    """By variant the runs, by seed, whose results have this under ``routing``."""
+    cells = {v: results.cell(setting, mixture, v).values() for v in results.variants(setting)}
+    having = {v: [run for run in runs if run.result["routing"].get(key)] for v, runs in cells.items()}
+    return {variant: runs for variant, runs in having.items() if runs}
 
 
 def _setting(results: Results, setting: str | None) -> str:
     known = results.settings
-    if setting is None and len(known) == 1:
-        return known[0]
     if not known:
         raise NothingToDraw("no finished runs")
-    if setting not in known:
-        raise (
-            one_of("setting", setting, known)
-            if setting
-            else UserError(f"several settings; name one of {known}")
-        )
-    return setting
+    if setting is None and len(known) > 1:
+        raise UserError(f"several settings; name one of {known}")
+    return _choice("setting", setting, known, known[0])
 
 
 def _mixture(results: Results, setting: str | None, mixture: str | None) -> tuple[str, str]:
+    """The named mixture, or the first."""
     setting = _setting(results, setting)
     known = results.mixtures(setting)
-    if mixture is not None and mixture not in known:
-        raise one_of("mixture", mixture, known)
-    return setting, mixture or known[0]
+    return setting, _choice("mixture", mixture, known, known[0])
 
 
 def _where(results: Results, setting: str | None, scope: str | None) -> tuple[str, Scope]:
     """The named scope, or the widest: the mean over all mixtures."""
     setting = _setting(results, setting)
     scopes = {found.label: found for found in results.scopes(setting)}
-    if scope is not None and scope not in scopes:
-        raise one_of("scope", scope, scopes)
-    return setting, scopes[scope] if scope else list(scopes.values())[-1]
+    return setting, scopes[_choice("scope", scope, scopes, list(scopes)[-1])]
+
+
+def _choice(what: str, name: str | None, known: Collection[str], default: str) -> str:
+    if name is not None and name not in known:
+        raise one_of(what, name, known)
+    return default if name is None else name
 
 
 def _heading(metric: Metric) -> str:
@@ -408,19 +386,5 @@ def _heading(metric: Metric) -> str:
     return f"{metric.label}{unit}{better}"
 
 
-def _count(seeds: int) -> str:
-    return "1 seed" if seeds == 1 else f"mean of {seeds} seeds"
-
-
-FIGURES: dict[str, Callable[..., Figure]] = {
-    function.__name__: function
-    for function in (
-        trajectories,
-        loads,
-        task_expert_heatmap,
-        paired_gains,
-        pareto,
-        coefficient_sweep,
-        step_times,
-    )
-}
+_ALL = (trajectories, loads, task_expert_heatmap, paired_gains, pareto, coefficient_sweep, step_times)
+FIGURES: dict[str, Callable[..., Figure]] = {function.__name__: function for function in _ALL}

@@ -1,7 +1,7 @@
 """Any number of runs as one set of results: a table, endpoints, paired differences.
 
 Only runs of one setting are ever put together; what a setting is stands in :mod:`gar.report._grouping`.
-Mixtures are averaged within a seed first, then seeds are compared; values stay unrounded until they are shown.
+Mixtures are averaged within a seed first, then seeds are compared; values stay unrounded until shown.
 Nothing is left out silently: what could not be averaged or paired has a ``note`` that says why.
 """
 
@@ -71,9 +71,8 @@ class Results:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """One row a run, in any state. Accuracies of tasks are columns ``accuracy.<task>``."""
-        return pd.DataFrame(
-            [self._row(run) for run in self.runs], columns=None if self.runs else FRAME_COLUMNS
-        )
+        columns = None if self.runs else FRAME_COLUMNS
+        return pd.DataFrame([self._row(run) for run in self.runs], columns=columns)
 
     def _row(self, run: Run) -> dict[str, Any]:
         values = grouping.hyperparameters(run)
@@ -107,7 +106,7 @@ class Results:
 
     @cached_property
     def counted(self) -> pd.DataFrame:
-        """The rows of the finished runs that count, by seed, with the run itself: a repeated seed counts once."""
+        """The rows of the finished runs by seed, with the run itself; a repeated seed counts once."""
         return self._finished.drop_duplicates([*CELL, "seed"]).sort_values("seed", kind="stable")
 
     @property
@@ -199,12 +198,7 @@ class Results:
     def histories(self) -> pd.DataFrame:
         """Long table of all evaluations of the runs that count, the final ones included."""
         rows = [
-            {
-                **dict(zip(CELL, self.label(run), strict=True)),
-                "seed": seed,
-                "update": update,
-                **measured(sections),
-            }
+            {**self.label(run)._asdict(), "seed": seed, "update": update, **measured(sections)}
             for seed, run in zip(self.counted["seed"], self.counted["run"], strict=True)
             for update, sections in run.evaluations
         ]
@@ -214,7 +208,7 @@ class Results:
     # -- statistics ------------------------------------------------------------------------------------
 
     def by_seed(self, setting: str, scope: Scope, variant: str) -> pd.DataFrame:
-        """All numbers of a variant by seed, averaged over the scope's mixtures; NaN where one of these has none."""
+        """All numbers of a variant by seed, averaged over the scope's mixtures; NaN where one has none."""
         if (setting, scope) not in self._by_seed:
             rows = self.counted[self.counted["setting"] == setting]
             rows = rows[rows["mixture"].isin(scope.mixtures)]
@@ -233,9 +227,8 @@ class Results:
     def values(self, metric: str, setting: str, scope: Scope, variant: str) -> pd.Series[float]:
         """The metric by seed, averaged over the scope's mixtures within each seed that has all of them."""
         if metric not in self._measures:
-            raise UserError(
-                f"unknown metric {metric!r}; expected one of {', '.join(METRICS)}{nearest(metric, self._measures)}"
-            )
+            known = f"{', '.join(METRICS)}{nearest(metric, self._measures)}"
+            raise UserError(f"unknown metric {metric!r}; expected one of {known}")
         return self.by_seed(setting, scope, variant)[metric].dropna()
 
     def missing(self, metric: str, setting: str, scope: Scope, variant: str) -> str:
@@ -243,10 +236,8 @@ class Results:
         if self.by_seed(setting, scope, variant)[metric].notna().all():
             return ""
         rows = self.counted[(self.counted["setting"] == setting) & (self.counted["variant"] == variant)]
-        table = rows.pivot(index="seed", columns="mixture", values=metric).reindex(
-            columns=list(scope.mixtures)
-        )
-        absent = table.dropna(how="all").isna()
+        table = rows.pivot(index="seed", columns="mixture", values=metric)
+        absent = table.reindex(columns=list(scope.mixtures)).dropna(how="all").isna()
         gaps = {mixture: absent.index[absent[mixture]] for mixture in scope.mixtures}
         return "; ".join(f"{variant} lacks {m} with {_seeds(gap)}" for m, gap in gaps.items() if len(gap))
 
@@ -290,23 +281,18 @@ class Results:
         }
 
     def paired(
-        self,
-        metric: str = "accuracy",
-        a: str | None = None,
-        b: str | None = None,
-        common_seeds: bool = False,
+        self, metric: str = "accuracy", a: str | None = None, b: str | None = None, common_seeds: bool = False
     ) -> pd.DataFrame:
-        """Differences ``a - b`` over seeds in every setting and scope that has both; GAR and Baseline if not given.
+        """Differences ``a - b`` over seeds in every setting and scope that has both.
 
-        ``a`` and ``b`` are methods or variants. Unequal seeds are not compared unless ``common_seeds`` is
-        set; ``note`` says which are missing. One seed has no interval.
+        ``a`` and ``b`` are methods or variants, GAR and Baseline if not given. Unequal seeds are not compared
+        unless ``common_seeds`` is set; ``note`` says which are missing. One seed has no interval.
         """
         known = dict.fromkeys([*REGISTRY, *self._methods.values(), *self._methods])
         for name in (a, b):
             if name is not None and name not in known:
-                raise UserError(
-                    f"unknown method {name!r}; expected one of {', '.join(known)}{nearest(name, known)}"
-                )
+                said = f"{', '.join(known)}{nearest(name, known)}"
+                raise UserError(f"unknown method {name!r}; expected one of {said}")
         places = [
             (setting, scope, left, right)
             for setting in self.settings
@@ -337,7 +323,7 @@ class Results:
         return pairs + [(own[0], v) for v in others if len(own) == 1 and v != own[0]]
 
     def _called(self, setting: str, name: str | None, role: str) -> list[str]:
-        """The variants of a name: one's own, a method's, or without a name those of the methods with the role."""
+        """The variant of this name, those of a method, or without a name those of methods with the role."""
         variants = self.variants(setting)
         if name is None:
             return [v for v in variants if getattr(REGISTRY.get(self.method(v)), role, False)]
