@@ -22,7 +22,8 @@ from gar.data.tokenize import tokenize_split
 from gar.evaluation.diagnosis import collapse_notes, diagnose, gradient_shares, most_lifted, readable_token
 from gar.evaluation.measure import evaluate
 from gar.model.multitask import MultiTaskModel
-from gar.report import figures, tables
+from gar.report import _tables as tables
+from gar.report import figures
 from support.tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
 
 UNCACHED = CacheConfig(enabled=False)

@@ -15,8 +15,8 @@ from gar.cli.app import run as gar
 from gar.errors import UserError
 from gar.presets import catalogue as presets
 from gar.report import figures, write
+from gar.report._style import svg
 from gar.report.results import load
-from gar.report.style import svg
 from support.made_up_runs import write_run, write_sweep
 from support.pages import read
 

@@ -22,15 +22,9 @@ from rich.table import Table
 from gar.cli.options import option_overrides
 from gar.evaluation.diagnosis import collapse_notes
 from gar.evaluation.saved import Saved, load_saved
+from gar.metrics import METRICS
 from gar.presets.catalogue import resolve_config
 from gar.training import Hooks
-
-ROUTING_COLUMNS = {
-    "load_variance": ("load variance", "{:.5f}"),
-    "utilization": ("utilization", "{:.3f}"),
-    "gradient_mass_purity": ("gradient-mass purity", "{:.4f}"),
-    "nmi": ("NMI", "{:.4f}"),
-}
 
 
 def load_run(
@@ -84,7 +78,8 @@ def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], 
     table.add_row(
         "macro accuracy", f"{mean:.3f}", *(f"{r['accuracy']['macro']:.4f}" for r in results), style="bold"
     )
-    for key, (name, form) in ROUTING_COLUMNS.items():
-        table.add_row(name, "", *(form.format(result["routing"][key]) for result in results))
+    for metric in METRICS.values():
+        if metric.brief:
+            table.add_row(escape(metric.label), "", *(metric.text(metric.read(result)) for result in results))
     table.caption = escape("\n".join(collapse_notes(results))) or None
     return table

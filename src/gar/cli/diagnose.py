@@ -26,23 +26,12 @@ from gar.cli.options import (
 )
 from gar.evaluation.diagnosis import MINIMUM_COUNT, TOP, gradient_shares
 from gar.evaluation.diagnosis import diagnose as diagnose_model
-from gar.report.diagnosis import write_diagnosis
+from gar.metrics.catalogue import listed
+from gar.report import write_diagnosis
 from gar.runs.reading import seen_name
 
 COLUMNS = 12  # experts side by side
 SHOWN = 6  # tokens of an expert in the table; the JSON has all
-#: Metric: label, digits, what its ends mean.
-ROUTING = {
-    "load_variance": ("load variance", 5, "0: all experts equal; {most:.5f}: one has everything"),
-    "utilization": ("utilization", 3, "share of the experts with at least half the uniform load"),
-    "normalized_entropy": ("routing entropy", 3, "of an example's gates; 1: uniform over all experts"),
-    "nmi": ("NMI", 4, "0: the expert says nothing about the task"),
-    "ari": ("ARI", 4, "0: as by chance; 1: tasks and experts coincide"),
-    "structure_purity": ("structure purity", 4, "selections that belong to their expert's largest task"),
-    "gradient_mass_purity": ("gradient-mass purity", 4, "largest task's share of an expert's gradient"),
-    "intra_expert_coherence": ("intra-expert coherence", 4, "cosine of tasks' gradients within an expert"),
-    "inter_expert_similarity": ("inter-expert similarity", 4, "cosine of gradients between experts"),
-}
 
 
 def diagnose(
@@ -129,10 +118,11 @@ def _metrics(diagnosis: Mapping[str, Any]) -> Table:
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("", style="dim")
-    experts = diagnosis["experts"]
-    for key, (label, digits, meaning) in ROUTING.items():
-        value = f"{diagnosis['routing'][key]:z.{digits}f}"
-        table.add_row(label, value, meaning.format(most=(experts - 1) / experts**2))
+    for metric in listed().values():
+        if metric.path[0] == "routing":
+            low, high = metric.range(len(diagnosis["accuracy"]["tasks"]), diagnosis["experts"])
+            value = metric.text(metric.read(diagnosis))
+            table.add_row(escape(metric.label), value, escape(metric.meaning.format(low=low, high=high)))
     return table
 
 

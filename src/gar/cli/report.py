@@ -14,10 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from gar import report as reporting
-from gar.report.results import METRICS, Results, load
+from gar.metrics import METRICS, OBJECTIVES
+from gar.report import Results
 from gar.runs.state import State
-
-COLUMNS = ("load_variance", "utilization", "gradient_mass_purity")
 
 
 def report(
@@ -33,7 +32,7 @@ def report(
     ] = False,
 ) -> None:
     """Write report.html, report.md, tables.tex and CSV files of finished, running and failed runs."""
-    results = load(runs)
+    results = reporting.load(runs)
     written = reporting.write(results, out or default_out(runs), common_seeds)
     console = Console()
     _print(console, results, common_seeds)
@@ -79,18 +78,19 @@ def _endpoints(setting: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=escape(setting), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("mixture")
     table.add_column("method", min_width=9)
-    for label in ("seeds", "acc. % ± std", "load var.", "util.", "purity", "Pareto"):
+    accuracy, *others = (metric for metric in METRICS.values() if metric.name in OBJECTIVES.values())
+    headings = [f"{accuracy.short} {accuracy.unit} ± std", *(metric.short for metric in others)]
+    for label in ("seeds", *headings, "Pareto"):
         table.add_column(label, justify="right", no_wrap=True)
     for row, after in zip(rows, [*rows[1:], None], strict=True):
-        accuracy = METRICS["accuracy"].text(row["accuracy"])
-        spread = "" if math.isnan(row["accuracy_std"]) else f" ± {100 * row['accuracy_std']:.2f}"
-        shown = [METRICS[name].text(row[name]) for name in COLUMNS]
+        std = row["accuracy_std"]
+        spread = "" if math.isnan(std) else f" ± {accuracy.text(std)}"
         names = ["mean" if row["kind"] == "all" else escape(row["scope"]), escape(row["variant"])]
         table.add_row(
             *names,
             str(row["seeds"]),
-            accuracy + spread,
-            *shown,
+            accuracy.text(row[accuracy.name]) + spread,
+            *(metric.text(row[metric.name]) for metric in others),
             "●" if row["pareto"] else "",
             end_section=after is not None and after["scope"] != row["scope"],
         )

@@ -16,6 +16,7 @@ from gar.config import CacheConfig, EvaluationConfig
 from gar.data.batches import split
 from gar.data.task import Mixture, Task
 from gar.features import Source, make_source
+from gar.metrics import Measured
 from gar.model import MultiTaskModel, evaluating, example_losses, length_bucketed
 from gar.objective import accurate
 from gar.routing import Routing
@@ -205,20 +206,16 @@ def routing_summary(
     else:
         load = forward.counts.sum(0) / forward.counts.sum()
         by_task = list(forward.counts / forward.counts.sum(1, keepdims=True))
-    names = [task.name for task in mixture.tasks]
+    arrays = Measured(load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between)
     return {
         "load": load.tolist(),
-        "load_variance": metrics.load_variance(load),
-        "utilization": metrics.utilization(load),
-        "gradient_mass_purity": metrics.gradient_mass_purity(probe.norms),
-        "structure_purity": metrics.structure_purity(forward.counts),
-        "nmi": metrics.normalized_mutual_information(forward.counts),
-        "ari": metrics.adjusted_rand_index(forward.counts),
-        "entropy": metrics.routing_entropy(pooled),
-        "normalized_entropy": metrics.routing_entropy(pooled, normalize=True),
-        "intra_expert_coherence": metrics.intra_expert_coherence(gram=probe.by_expert),
-        "inter_expert_similarity": metrics.inter_expert_similarity(gram=probe.between),
-        "load_by_task": {name: row.tolist() for name, row in zip(names, by_task, strict=True)},
-        "counts": {name: row.tolist() for name, row in zip(names, forward.counts, strict=True)},
-        "gradient_norms": {name: row.tolist() for name, row in zip(names, probe.norms, strict=True)},
+        **metrics.summarize(arrays),
+        **{
+            key: {task.name: row.tolist() for task, row in zip(mixture.tasks, rows, strict=True)}
+            for key, rows in (
+                ("load_by_task", by_task),
+                ("counts", forward.counts),
+                ("gradient_norms", probe.norms),
+            )
+        },
     }

@@ -24,7 +24,13 @@ REGISTRY: dict[str, type[Method]] = {
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Make a method class available by its ``name`` (usable as a decorator)."""
+    """Make a method class available by its ``name`` (usable as a decorator).
+
+    Raises ``ValueError`` where another method has its label: tables could not tell them apart.
+    """
+    for other in REGISTRY.values():
+        if other.label == cls.label and other.name != cls.name:
+            raise ValueError(f"method {cls.name}: {other.name} is labelled {cls.label!r} too")
     REGISTRY[cls.name] = cls
     return cls
 

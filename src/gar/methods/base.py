@@ -38,8 +38,23 @@ class Method(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: ClassVar[str]
+    #: What tables and figures call it; the name where a class says nothing.
+    label: ClassVar[str]
+    #: Colour and marker in figures as matplotlib spells them ("ink": the text's colour); None takes a grey.
+    style: ClassVar[tuple[str, str] | None] = None
+    #: Whether every other method is compared with it, and whether it is set against every other one.
+    reference: ClassVar[bool] = False
+    proposed: ClassVar[bool] = False
     #: Whether every group gets a forward and backward of its own (methods that need whole group gradients).
     separate_groups: ClassVar[bool] = False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """What a method is called, and its part in comparisons, is not inherited: tables tell all apart."""
+        defaults = {"label": getattr(cls, "name", ""), "style": None, "reference": False, "proposed": False}
+        for key, value in defaults.items():
+            if key not in cls.__dict__:
+                setattr(cls, key, value)
 
     @property
     def observes(self) -> frozenset[str]:

@@ -11,3 +11,6 @@ class Baseline(Method):
     """``L_task`` only (section 5 of the specification; the paper's Baseline)."""
 
     name: ClassVar[str] = "baseline"
+    label: ClassVar[str] = "Baseline"
+    style: ClassVar[tuple[str, str] | None] = ("ink", "o")
+    reference: ClassVar[bool] = True

@@ -21,6 +21,8 @@ class CAGrad(GradientCombination):
     """
 
     name: ClassVar[str] = "cagrad"
+    label: ClassVar[str] = "CAGrad"
+    style: ClassVar[tuple[str, str] | None] = ("#E69F00", "s")
     c: float = Field(0.4, ge=0, description="radius around the mean gradient, relative to its norm")
     inner_learning_rate: float = Field(0.1, gt=0)
     inner_steps: int = Field(10, ge=0)

@@ -20,6 +20,9 @@ class GAR(Method):
     """
 
     name: ClassVar[str] = "gar"
+    label: ClassVar[str] = "GAR"
+    style: ClassVar[tuple[str, str] | None] = ("#0072B2", "D")
+    proposed: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="lambda; 0 is exactly Baseline")
     objective: Literal["load_normalized", "numerator_only"] = "load_normalized"
     entropy_weight: float = Field(0.0, ge=0, description="tau of the added sum p log p")

@@ -20,6 +20,8 @@ class LoadPenalty(Method):
     """
 
     name: ClassVar[str] = "loadpen"
+    label: ClassVar[str] = "LoadPen"
+    style: ClassVar[tuple[str, str] | None] = ("#009E73", "v")
     coefficient: float = Field(1e-3, ge=0, description="lambda_load")
 
     @property

@@ -23,6 +23,8 @@ class STGC(Method):
     """
 
     name: ClassVar[str] = "stgc"
+    label: ClassVar[str] = "STGC"
+    style: ClassVar[tuple[str, str] | None] = ("#D55E00", "^")
     coefficient: float = Field(1.0, ge=0, description="beta")
 
     @property

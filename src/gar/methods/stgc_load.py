@@ -16,6 +16,8 @@ class STGCLoad(STGC):
     """``L_task + coefficient * sum_m v_m C_m + load_coefficient * E sum_e stopgrad(f_e) P_e``."""
 
     name: ClassVar[str] = "stgc_load"
+    label: ClassVar[str] = "STGC+Load"
+    style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "X")
     load_coefficient: float = Field(1e-3, ge=0, description="lambda_load")
 
     @property

@@ -20,6 +20,8 @@ class SwitchAux(Method):
     """
 
     name: ClassVar[str] = "switchaux"
+    label: ClassVar[str] = "SwitchAux"
+    style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
     coefficient: float = Field(1e-3, ge=0, description="alpha")
 
     @property

@@ -19,6 +19,7 @@ class TorchJD(GradientCombination):
     """
 
     name: ClassVar[str] = "torchjd"
+    label: ClassVar[str] = "TorchJD"
     aggregator: str = Field("UPGrad", description="class name in torchjd.aggregation")
     options: dict[str, Any] = Field(default_factory=dict, description="its constructor arguments")
 

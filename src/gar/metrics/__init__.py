@@ -3,10 +3,13 @@
 Inputs are anything ``numpy.asarray`` takes or torch tensors of any dtype and device; everything is computed
 in float64 and returned as a Python float. Degenerate inputs have a documented value and never NaN; inputs
 that make no sense (wrong shape, empty, negative, not finite) raise ``ValueError``.
+
+:data:`METRICS` lists those that every result holds; :func:`register` adds one of one's own.
 """
 
 from gar.metrics.accuracy import accuracy, f1, macro_accuracy, matthews_correlation
 from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
 from gar.metrics.load import describe_collapse, load_variance, routing_entropy, utilization
 from gar.metrics.statistics import (
@@ -18,6 +21,10 @@ from gar.metrics.statistics import (
 )
 
 __all__ = [
+    "METRICS",
+    "OBJECTIVES",
+    "Measured",
+    "Metric",
     "PairedDifference",
     "accuracy",
     "adjusted_rand_index",
@@ -33,8 +40,10 @@ __all__ = [
     "paired_difference",
     "pareto_front",
     "population_std",
+    "register",
     "routing_entropy",
     "seed_means",
     "structure_purity",
+    "summarize",
     "utilization",
 ]

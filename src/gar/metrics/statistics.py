@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from scipy.special import stdtrit
 
 from gar.metrics._arrays import Values, real
-
-OBJECTIVES = {"accuracy": 1, "purity": 1, "utilization": 1, "load_variance": -1}  # -1: lower is better
+from gar.metrics.catalogue import METRICS, OBJECTIVES
 
 
 class PairedDifference(NamedTuple):
@@ -129,7 +128,7 @@ def _point(name: Hashable, point: Any) -> tuple[float, ...]:
     values = real(point, f"the Pareto values of {name}", "4").tolist()
     if len(values) != len(OBJECTIVES):
         raise ValueError(f"{name}: expected the four values {', '.join(OBJECTIVES)}, got {len(values)}")
-    return tuple(sign * v for sign, v in zip(OBJECTIVES.values(), values, strict=True))
+    return tuple(METRICS[name].better * v for name, v in zip(OBJECTIVES.values(), values, strict=True))
 
 
 def _paired(a: Any, b: Any) -> Iterable[tuple[float, float]]:

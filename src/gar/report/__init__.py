@@ -1,6 +1,7 @@
-"""A loaded result set as files: one HTML page, Markdown, LaTeX and CSV."""
+"""Any number of runs as one set of results, and its files: one HTML page, Markdown, LaTeX and CSV."""
 
-from gar.report.results import Results, load
-from gar.report.write import write
+from gar.report import figures
+from gar.report._write import write, write_diagnosis
+from gar.report.results import Results, Scope, load
 
-__all__ = ["Results", "load", "write"]
+__all__ = ["Results", "Scope", "figures", "load", "write", "write_diagnosis"]

@@ -10,7 +10,7 @@ raises :class:`NothingToDraw`, which says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gar.errors import UserError, one_of
-from gar.report import grouping
-from gar.report.results import METRICS, PARETO, Metric, Results, Scope
-from gar.report.style import INK, Panels, dress, plain, slug, styles, title
+from gar.metrics import METRICS, OBJECTIVES, Metric
+from gar.metrics.catalogue import listed
+from gar.report import _grouping as grouping
+from gar.report._style import INK, Panels, dress, plain, slug, styles, title
+from gar.report._tables import factor
+from gar.report.results import Results, Scope
 from gar.runs.reading import Run
-
-ARROWS = {1: " (↑ better)", -1: " (↓ better)", 0: ""}
 
 
 class NothingToDraw(UserError):
@@ -35,7 +36,7 @@ class NothingToDraw(UserError):
 
 
 def trajectories(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
-    """Ten panels over training: means over seeds, bands of one standard error where there are several seeds.
+    """A panel a metric over training: means over seeds, and bands of one standard error of several seeds.
 
     Mixtures are averaged within a seed first. Only updates at which every seed and mixture of a variant was
     evaluated are drawn.
@@ -44,12 +45,15 @@ def trajectories(results: Results, setting: str | None = None, scope: str | None
     lines = {v: _trajectory(results, setting, where, v) for v in results.variants(setting)}
     if not any(len(line) > 1 for line in lines.values()):
         raise NothingToDraw("no evaluations during training; runs with evaluation.every=200 have them")
+    lines = {variant: line for variant, line in lines.items() if len(line)}
+    measured = [
+        name for name in listed() if any(line[name].notna().any(axis=None) for line in lines.values())
+    ]
     look = _styles(results, setting)
-    panels = Panels(len(METRICS), 4, 2.75, 2.2, extra=1)
-    for axes, (name, metric) in zip(panels.axes, METRICS.items(), strict=True):
+    panels = Panels(len(measured), 4, 2.75, 2.2, extra=1)
+    for axes, name in zip(panels.axes, measured, strict=True):
+        metric = METRICS[name]
         for variant, line in lines.items():
-            if len(line) == 0:
-                continue
             values = metric.scale * line[name]
             mean, error = values["mean"], values["sem"]
             style = {**look[variant], "markersize": 3, "linewidth": 1.3}
@@ -60,38 +64,34 @@ def trajectories(results: Results, setting: str | None = None, scope: str | None
                     line.index, mean - error, mean + error, color=style["color"], alpha=0.15, lw=0
                 )
                 band.set_gid(f"series:{slug(variant)}:band")
-        title(axes, _with_unit(metric) + ARROWS[metric.better])
-        axes.set_xlabel("update", fontsize=8)
-    _legend(panels, look, [v for v, line in lines.items() if len(line)])
+        title(axes, _heading(metric), "update")
+    _legend(panels, look, list(lines))
     return panels.figure
 
 
 def loads(results: Results, setting: str | None = None, mixture: str | None = None) -> Figure:
     """Load of each expert, sorted within a run since experts of different seeds do not correspond."""
     setting, mixture = _mixture(results, setting, mixture)
-    sorted_loads = {
-        variant: [np.sort(np.asarray(load, float))[::-1] for run in runs if (load := _routing(run, "load"))]
-        for variant, runs in _runs(results, setting, mixture).items()
-    }
-    sorted_loads = {variant: found for variant, found in sorted_loads.items() if found}
+    sorted_loads = {}
+    for variant, runs in _with(results, setting, mixture, "load").items():
+        sorted_loads[variant] = np.sort([run.result["routing"]["load"] for run in runs])[:, ::-1]
     if not sorted_loads:
         raise NothingToDraw("the results hold no loads")
     look = _styles(results, setting)
     panels = Panels(len(sorted_loads), 4, 2.75, 2.1, sharey=True)
     for axes, (variant, found) in zip(panels.axes, sorted_loads.items(), strict=True):
-        ranks = np.arange(1, len(found[0]) + 1)
-        color = look[variant]["color"]
-        axes.bar(ranks, np.mean(found, axis=0), color=color, alpha=0.55, width=0.75)
+        seeds, experts = found.shape
+        ranks, uniform = np.arange(1, experts + 1), 1 / experts
+        axes.bar(ranks, found.mean(0), color=look[variant]["color"], alpha=0.55, width=0.75)
         for load in found:
             axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
-        _uniform(axes, 1 / len(ranks))
-        title(axes, f"{variant}, {_count(len(found))}")
+        axes.axhline(uniform, color=INK, linestyle="--", linewidth=1)
+        axes.text(0.99, uniform, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+                  fontsize=7, color=INK)  # fmt: skip
+        title(axes, f"{variant}, {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}", "expert, by load")
         axes.set_xticks(ranks)
-        axes.set_xlabel("expert, by load", fontsize=8)
         axes.grid(visible=False, axis="x")
-    panels.axes[0].set_ylim(
-        0, 1.08 * max(float(load.max()) for found in sorted_loads.values() for load in found)
-    )
+    panels.axes[0].set_ylim(0, 1.08 * max(float(found.max()) for found in sorted_loads.values()))
     for axes in panels.axes[:: panels.columns]:
         axes.set_ylabel("share of load", fontsize=8)
     return panels.figure
@@ -106,17 +106,12 @@ def task_expert_heatmap(
     the uniform share, which is the line in the colour bar.
     """
     setting, mixture = _mixture(results, setting, mixture)
-    chosen: dict[str, Run] = {}
-    for variant, runs in _runs(results, setting, mixture).items():
-        for run in runs:
-            if _routing(run, "load_by_task") and seed in (None, grouping.seed_of(run)):
-                chosen.setdefault(variant, run)
-    if not chosen:
+    tables = {}
+    for variant, runs in _with(results, setting, mixture, "load_by_task").items():
+        for run in [run for run in runs if seed in (None, grouping.seed_of(run))][:1]:
+            tables[f"{variant}, seed {grouping.seed_of(run)}"] = run.result["routing"]["load_by_task"]
+    if not tables:
         raise NothingToDraw("the results hold no loads by task")
-    tables = {
-        f"{variant}, seed {grouping.seed_of(run)}": run.result["routing"]["load_by_task"]
-        for variant, run in chosen.items()
-    }
     return _heatmaps(tables, columns=3)
 
 
@@ -140,8 +135,7 @@ def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int)
         axes.set_xticks(np.arange(experts) + 0.5, [str(e) for e in order])
         axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
         axes.invert_yaxis()
-        axes.set_xlabel("expert", fontsize=8)
-        title(axes, name)
+        title(axes, name, "expert")
     bar = panels.figure.colorbar(ScalarMappable(norm, "PuOr_r"), ax=panels.axes + panels.spare, fraction=0.03)
     dress(bar.ax)
     bar.ax.grid(visible=False)
@@ -168,12 +162,10 @@ def paired_gains(
         axes.axvline(0, color=INK, linewidth=0.8)
         for row in table[table["scope"] == scope].itertuples():
             y = pairs.index((row.a, row.b))
-            style = look[row.a if results.method(row.b) == "baseline" else row.b]
+            style = look[row.a if row.b in results.references(setting) else row.b]
             _interval(axes, row, y, shown.scale, style)
-        title(axes, scope)
-        axes.set_yticks(range(len(pairs)), [plain(f"{a} − {b}") for a, b in pairs])
-        axes.set_ylim(len(pairs) - 0.4, -0.6)
-        axes.set_xlabel(unit, fontsize=8)
+        title(axes, scope, unit)
+        _names(axes, [f"{a} − {b}" for a, b in pairs])
         axes.tick_params(labelbottom=True)
     return panels.figure
 
@@ -185,24 +177,25 @@ def pareto(
     setting, where = _where(results, setting, scope)
     table = results.endpoints(common_seeds)
     table = table[(table["setting"] == setting) & (table["scope"] == where.label) & (table["seeds"] > 0)]
-    table = table.dropna(subset=list(PARETO))
+    table = table.dropna(subset=list(OBJECTIVES.values()))
     if len(table) < 2:
         raise NothingToDraw("fewer than two methods with accuracy, purity, utilization and load variance")
     look = _styles(results, setting)
-    others = [name for name in PARETO if name != "accuracy"]
+    accuracy, *others = (METRICS[name] for name in OBJECTIVES.values())
     panels = Panels(len(others), 4, 2.9, 2.8, extra=1)
-    for axes, name in zip(panels.axes, others, strict=True):
+    for axes, metric in zip(panels.axes, others, strict=True):
         for row in table.to_dict("records"):
             style = look[row["variant"]]
             face = style["color"] if row["pareto"] else "none"
             (point,) = axes.plot(
-                [row[name]], [100 * row["accuracy"]], marker=style["marker"], markersize=8, linestyle="none",
-                markerfacecolor=face, markeredgecolor=style["color"], markeredgewidth=1.4,
+                [row[metric.name]], [accuracy.scale * row[accuracy.name]], marker=style["marker"],
+                markersize=8, linestyle="none", markerfacecolor=face, markeredgecolor=style["color"],
+                markeredgewidth=1.4,
             )  # fmt: skip
             point.set_gid(f"series:{slug(row['variant'])}:point")
         axes.margins(0.12)
-        axes.set_xlabel(METRICS[name].label + ARROWS[METRICS[name].better], fontsize=8)
-        axes.set_ylabel("accuracy, % (↑ better)", fontsize=8)
+        axes.set_xlabel(_heading(metric), fontsize=8)
+        axes.set_ylabel(_heading(accuracy), fontsize=8)
         axes.locator_params(axis="x", nbins=5)
     _legend(panels, look, table["variant"], dict(zip(table["variant"], table["pareto"], strict=True)))
     return panels.figure
@@ -220,26 +213,29 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
         raise NothingToDraw("no method has runs with more than one coefficient")
     look, lowest = _styles(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
     zero = 10.0 ** (math.floor(math.log10(lowest)) - 1)
-    panels = Panels(len(PARETO), 4, 2.9, 2.7)
+    panels = Panels(len(OBJECTIVES), 4, 2.9, 2.7)
     handles: dict[str, Any] = {}
-    for axes, name in zip(panels.axes, PARETO, strict=True):
+    for axes, metric in zip(panels.axes, (METRICS[name] for name in OBJECTIVES.values()), strict=True):
+
+        def by_seed(variant: str, metric: Metric = metric) -> pd.Series[float]:
+            return metric.scale * results.values(metric.name, setting, where, variant)
+
         for label, curve in curves.items():
             style = {**look[next(iter(curve.values()))], "linestyle": "-"}
-            points = [
-                (c or zero, *_mean_error(results, name, setting, where, v)) for c, v in sorted(curve.items())
-            ]
-            x, mean, error, _ = (np.array(column) for column in zip(*points, strict=True))
-            bars = axes.errorbar(x, mean, error, **style, markersize=4, linewidth=1.3, capsize=2)
+            points = {c or zero: by_seed(variant) for c, variant in curve.items()}
+            means, errors = [v.mean() for v in points.values()], [v.sem() for v in points.values()]
+            bars = axes.errorbar(list(points), means, errors, **style, markersize=4, linewidth=1.3, capsize=2)
             handles.setdefault(label, bars)
-            for at, _, _, values in points:
+            for at, values in points.items():
                 axes.plot([at] * len(values), values, ".", color=style["color"], alpha=0.4, markersize=4)
-        for base in (v for v in results.variants(setting) if results.method(v) == "baseline"):
-            level, *_ = _mean_error(results, name, setting, where, base)
+        for base in results.references(setting):
+            level = by_seed(base).mean()
             handles.setdefault(base, axes.axhline(level, color=INK, linestyle="--", linewidth=1))
         axes.set_xscale("log")
-        _coefficient_ticks(axes, sorted({c for curve in curves.values() for c in curve}), zero)
-        title(axes, _with_unit(METRICS[name]) + ARROWS[METRICS[name].better])
-        axes.set_xlabel("coefficient", fontsize=8)
+        coefficients = sorted({c for curve in curves.values() for c in curve})
+        axes.set_xticks([c or zero for c in coefficients], [f"{c:g}" for c in coefficients], rotation=45)
+        axes.set_xticks([], minor=True)
+        title(axes, _heading(metric), "coefficient")
     panels.legend(list(handles.values()), list(handles))
     return panels.figure
 
@@ -248,32 +244,28 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
     """Mean time of an update in milliseconds, a dot a run; the number is the factor over Baseline's mean."""
     setting = _setting(results, setting)
     mixtures, variants = results.mixtures(setting), results.variants(setting)
+    rows = results.counted[results.counted["setting"] == setting].dropna(subset="step_seconds")
+    if rows.empty:
+        raise NothingToDraw("the results hold no timing")
     look = _styles(results, setting)
     panels = Panels(len(mixtures), 3, 3.7, 0.9 + 0.24 * len(variants), sharey=True)
-    drawn = False
     for axes, mixture in zip(panels.axes, mixtures, strict=True):
-        where = Scope(mixture, "mixture", (mixture,))
-        times = {v: list(results.values("step_seconds", setting, where, v).values()) for v in variants}
-        base = [t for v in variants if results.method(v) == "baseline" for t in times[v]]
-        for y, (variant, values) in enumerate(times.items()):
-            if not values:
+        inside = rows[rows["mixture"] == mixture]
+        base = inside[inside["variant"].isin(results.references(setting))]["step_seconds"].mean()
+        for y, variant in enumerate(variants):
+            times = inside[inside["variant"] == variant]["step_seconds"]
+            if times.empty:
                 continue
-            drawn, style = True, look[variant]
-            milliseconds = 1000 * np.array(values)
-            axes.barh(y, milliseconds.mean(), height=0.6, color=style["color"], alpha=0.35)
-            axes.plot(milliseconds, [y] * len(values), marker=".", linestyle="none", color=INK, markersize=5)
-            if base:
-                factor = milliseconds.mean() / (1000 * np.mean(base))
-                axes.annotate(f"×{factor:.2f}", (milliseconds.max(), y), (6, 0), textcoords="offset points",
-                              va="center", fontsize=8, color=INK)  # fmt: skip
-        title(axes, mixture)
-        axes.set_yticks(range(len(variants)), [plain(v) for v in variants])
-        axes.set_ylim(len(variants) - 0.4, -0.6)
+            milliseconds = 1000 * times
+            axes.barh(y, milliseconds.mean(), height=0.6, color=look[variant]["color"], alpha=0.35)
+            axes.plot(milliseconds, [y] * len(times), marker=".", linestyle="none", color=INK, markersize=5)
+            if not math.isnan(base):
+                axes.annotate(factor(times.mean() / base).text, (milliseconds.max(), y), (6, 0), va="center",
+                              textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
+        title(axes, mixture, "time per update, ms")
+        _names(axes, variants)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)
-        axes.set_xlabel("time per update, ms", fontsize=8)
-    if not drawn:
-        raise NothingToDraw("the results hold no timing")
     return panels.figure
 
 
@@ -302,54 +294,35 @@ def _trajectory(results: Results, setting: str, scope: Scope, variant: str) -> p
     table = results.histories
     table = table[(table["setting"] == setting) & (table["variant"] == variant)]
     table = table[table["mixture"].isin(scope.mixtures)]
-    names = list(METRICS)
-    by_seed = table.groupby(["update", "seed"])[names].mean()
-    complete = table.groupby(["update", "seed"]).size() == len(scope.mixtures)
-    by_seed = by_seed[complete.reindex(by_seed.index, fill_value=False)]
+    groups = table.groupby(["update", "seed"])
+    by_seed = groups[list(listed())].mean()[groups.size() == len(scope.mixtures)]
     counts = by_seed.groupby("update").size()
-    kept = counts[counts == table["seed"].nunique()].index
-    return by_seed[by_seed.index.get_level_values("update").isin(kept)].groupby("update").agg(["mean", "sem"])
+    kept = counts.index[counts == table["seed"].nunique()]
+    return by_seed[by_seed.index.isin(kept, level="update")].groupby("update").agg(["mean", "sem"])
 
 
 def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
     """``{label: {coefficient: variant}}`` of methods with several coefficients, all else being equal."""
     found: dict[tuple[str, str], dict[float, str]] = {}
-    for run in results.members(setting):
+    rows = results.counted[results.counted["setting"] == setting]
+    for run, variant in zip(rows["run"], rows["variant"], strict=True):
         values = grouping.hyperparameters(run)
         coefficient = values.pop("coefficient", None)
-        variant = results.label(run)[2]
-        if run.result and isinstance(coefficient, int | float) and variant in results.variants(setting):
+        if isinstance(coefficient, int | float):
             rest = ", ".join(f"{key}={value}" for key, value in values.items())
             found.setdefault((grouping.method_of(run), rest), {})[float(coefficient)] = variant
-    found = {key: curve for key, curve in found.items() if len(curve) > 1}
-    alone = {method: sum(method == other for other, _ in found) == 1 for method, _ in found}
+    found = {key: dict(sorted(curve.items())) for key, curve in found.items() if len(curve) > 1}
+    methods = [method for method, _ in found]
     return {
-        grouping.method_label(method) + ("" if alone[method] else f" ({rest})"): curve
+        grouping.method_label(method) + ("" if methods.count(method) == 1 else f" ({rest})"): curve
         for (method, rest), curve in found.items()
     }
 
 
-def _coefficient_ticks(axes: Axes, coefficients: Sequence[float], zero: float) -> None:
-    ticks = [c or zero for c in coefficients]
-    axes.set_xticks(ticks, [f"{c:g}" for c in coefficients], rotation=45)
-    axes.set_xticks([], minor=True)
-
-
-def _mean_error(
-    results: Results, metric: str, setting: str, scope: Scope, variant: str
-) -> tuple[float, float, list[float]]:
-    """Mean, standard error (NaN with one seed) and the seeds' values, as shown."""
-    values = [METRICS[metric].scale * v for v in results.values(metric, setting, scope, variant).values()]
-    if not values:
-        return math.nan, math.nan, []
-    error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-    return float(np.mean(values)), error, values
-
-
-def _uniform(axes: Axes, share: float) -> None:
-    axes.axhline(share, color=INK, linestyle="--", linewidth=1)
-    axes.text(0.99, share, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-              fontsize=7, color=INK)  # fmt: skip
+def _names(axes: Axes, names: Sequence[str]) -> None:
+    """One name a line, from the top."""
+    axes.set_yticks(range(len(names)), list(map(plain, names)))
+    axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _legend(
@@ -371,63 +344,47 @@ def _styles(results: Results, setting: str) -> dict[str, dict[str, Any]]:
     return styles([(variant, results.method(variant)) for variant in results.variants(setting)])
 
 
-def _runs(results: Results, setting: str, mixture: str) -> dict[str, list[Run]]:
-    return {v: list(results.cell(setting, mixture, v).values()) for v in results.variants(setting)}
-
-
-def _routing(run: Run, key: str) -> Any:
-    return run.result["routing"].get(key)
+def _with(results: Results, setting: str, mixture: str, key: str) -> dict[str, list[Run]]:
+    """By variant the runs, by seed, whose results have this under ``routing``."""
+    cells = {v: results.cell(setting, mixture, v).values() for v in results.variants(setting)}
+    having = {v: [run for run in runs if run.result["routing"].get(key)] for v, runs in cells.items()}
+    return {variant: runs for variant, runs in having.items() if runs}
 
 
 def _setting(results: Results, setting: str | None) -> str:
     known = results.settings
-    if setting is None and len(known) == 1:
-        return known[0]
     if not known:
         raise NothingToDraw("no finished runs")
-    if setting not in known:
-        raise (
-            one_of("setting", setting, known)
-            if setting
-            else UserError(f"several settings; name one of {known}")
-        )
-    return setting
+    if setting is None and len(known) > 1:
+        raise UserError(f"several settings; name one of {known}")
+    return _choice("setting", setting, known, known[0])
 
 
 def _mixture(results: Results, setting: str | None, mixture: str | None) -> tuple[str, str]:
+    """The named mixture, or the first."""
     setting = _setting(results, setting)
     known = results.mixtures(setting)
-    if mixture is not None and mixture not in known:
-        raise one_of("mixture", mixture, known)
-    return setting, mixture or known[0]
+    return setting, _choice("mixture", mixture, known, known[0])
 
 
 def _where(results: Results, setting: str | None, scope: str | None) -> tuple[str, Scope]:
     """The named scope, or the widest: the mean over all mixtures."""
     setting = _setting(results, setting)
     scopes = {found.label: found for found in results.scopes(setting)}
-    if scope is not None and scope not in scopes:
-        raise one_of("scope", scope, scopes)
-    return setting, scopes[scope] if scope else list(scopes.values())[-1]
+    return setting, scopes[_choice("scope", scope, scopes, list(scopes)[-1])]
 
 
-def _with_unit(metric: Metric) -> str:
-    return f"{metric.label}, {metric.unit}" if metric.unit else metric.label
+def _choice(what: str, name: str | None, known: Collection[str], default: str) -> str:
+    if name is not None and name not in known:
+        raise one_of(what, name, known)
+    return default if name is None else name
 
 
-def _count(seeds: int) -> str:
-    return "1 seed" if seeds == 1 else f"mean of {seeds} seeds"
+def _heading(metric: Metric) -> str:
+    """Label, unit, and which direction is the better one."""
+    unit, better = metric.unit and f", {metric.unit}", metric.arrow and f" ({metric.arrow} better)"
+    return f"{metric.label}{unit}{better}"
 
 
-FIGURES: dict[str, Callable[..., Figure]] = {
-    function.__name__: function
-    for function in (
-        trajectories,
-        loads,
-        task_expert_heatmap,
-        paired_gains,
-        pareto,
-        coefficient_sweep,
-        step_times,
-    )
-}
+_ALL = (trajectories, loads, task_expert_heatmap, paired_gains, pareto, coefficient_sweep, step_times)
+FIGURES: dict[str, Callable[..., Figure]] = {function.__name__: function for function in _ALL}

@@ -1,66 +1,37 @@
 """Any number of runs as one set of results: a table, endpoints, paired differences.
 
-Only runs of one setting are ever put together; what a setting is stands in
-:mod:`gar.report.grouping`. Mixtures are averaged within a seed first, then seeds are compared;
-values stay unrounded until they are shown.
+Only runs of one setting are ever put together; what a setting is stands in :mod:`gar.report._grouping`.
+Mixtures are averaged within a seed first, then seeds are compared; values stay unrounded until shown.
 Nothing is left out silently: what could not be averaged or paired has a ``note`` that says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
 
 from gar.errors import UserError, nearest
-from gar.metrics import describe_collapse, paired_difference, pareto_front, population_std
-from gar.report import grouping
-from gar.runs.reading import FINISHED, UNREADABLE, Run, find_runs, read_run
+from gar.methods import REGISTRY
+from gar.metrics import (
+    METRICS,
+    OBJECTIVES,
+    describe_collapse,
+    paired_difference,
+    pareto_front,
+    population_std,
+)
+from gar.metrics.catalogue import listed
+from gar.report import _grouping as grouping
+from gar.runs.reading import FINISHED, Run, find_runs, read_run
 
 BINS = {"5–6 tasks": (5, 6), "7–8 tasks": (7, 8)}
-PARETO = ("accuracy", "gradient_mass_purity", "utilization", "load_variance")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """How a metric is shown; ``better`` is 1 (higher), -1 (lower) or 0 (neither)."""
-
-    label: str
-    better: int
-    digits: int
-    scale: float = 1.0
-    unit: str = ""
-
-    def text(self, value: float | None, sign: bool = False) -> str:
-        """The value in its unit, or a dash."""
-        if value is None or not math.isfinite(value):
-            return "–"
-        shown = f"{self.scale * value:{'+' if sign else ''}z.{self.digits}f}"
-        return shown.replace("-", "−")
-
-
-METRICS = {
-    "accuracy": Metric("accuracy", 1, 2, 100, "%"),
-    "load_variance": Metric("load variance", -1, 5),
-    "utilization": Metric("utilization", 1, 3),
-    "gradient_mass_purity": Metric("gradient-mass purity", 1, 4),
-    "structure_purity": Metric("structure purity", 0, 4),
-    "nmi": Metric("NMI", 0, 4),
-    "ari": Metric("ARI", 0, 4),
-    "normalized_entropy": Metric("normalized entropy", 0, 4),
-    "intra_expert_coherence": Metric("intra-expert coherence", 0, 4),
-    "inter_expert_similarity": Metric("inter-expert similarity", 0, 4),
-}
-EXTRA_METRICS = {
-    "entropy": Metric("routing entropy", 0, 4, unit="nats"),
-    "step_seconds": Metric("time per update", -1, 1, 1000, "ms"),
-}
 
 
 @dataclass(frozen=True)
@@ -88,63 +59,102 @@ class Results:
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self.runs = tuple(runs)
-        readable = [run for run in self.runs if run.config]
-        self._settings = grouping.name_settings(readable)
-        self._mixtures = grouping.name_mixtures(readable, self._settings)
-        self._variants = grouping.name_variants(readable, self._settings, self._mixtures)
-        self._cells, self._repeats = self._place()
+        self._names = grouping.name_runs(run for run in self.runs if run.config)
+        self._by_seed: dict[tuple[str, Scope], dict[str, pd.DataFrame]] = {}
 
     def __repr__(self) -> str:
         states = pd.Series([run.state for run in self.runs], dtype=object).value_counts()
         return f"Results({', '.join(f'{count} {state}' for state, count in states.items())})"
 
-    def _place(self) -> tuple[dict[tuple[str, str, str], dict[int, Run]], list[str]]:
-        """Finished runs by (setting, mixture, variant) and seed; a repeated seed counts once and is noted."""
-        cells: dict[tuple[str, str, str], dict[int, Run]] = defaultdict(dict)
-        repeats = []
-        for run in self.runs:
-            if run.state != FINISHED:
-                continue
-            cell = cells[self._settings[run], self._mixtures[run], self._variants[run]]
-            first = cell.setdefault(grouping.seed_of(run), run)
-            if first is not run:
-                same = first.result["accuracy"] == run.result["accuracy"]
-                repeats.append(
-                    f"{run.path} repeats {first.path} (same configuration and seed, "
-                    f"{'same' if same else 'different'} accuracies) and is not counted"
-                )
-        return dict(cells), repeats
-
     # -- what there is ---------------------------------------------------------------------------------
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row a run, in any state. Accuracies of tasks are columns ``accuracy.<task>``."""
+        columns = None if self.runs else FRAME_COLUMNS
+        return pd.DataFrame([self._row(run) for run in self.runs], columns=columns)
+
+    def _row(self, run: Run) -> dict[str, Any]:
+        values = grouping.hyperparameters(run)
+        rate = values.pop("learning_rate")
+        accuracy = run.result.get("accuracy") or {}
+        identity = (
+            str(run.path),
+            run.state,
+            run.reason,
+            *self.label(run),
+            grouping.method_of(run),
+            grouping.seed_of(run) if run.config else None,
+            run.config.get("preset"),
+            run.result.get("updates", run.last_update),
+            rate,
+            ", ".join(f"{key}={value}" for key, value in values.items()),
+            values.get("coefficient"),
+        )
+        return {
+            **dict(zip(FRAME_COLUMNS, identity, strict=True)),
+            **measured(run.result),
+            **{f"accuracy.{task}": share for task, share in (accuracy.get("tasks") or {}).items()},
+            **{f"extra.{name}": value for name, value in (accuracy.get("extra") or {}).items()},
+        }
+
+    @cached_property
+    def _finished(self) -> pd.DataFrame:
+        """The rows of the finished runs, with the run itself."""
+        rows = self.frame.assign(run=pd.Series(self.runs, dtype=object))
+        return rows[rows["state"] == FINISHED].astype({"seed": int})
+
+    @cached_property
+    def counted(self) -> pd.DataFrame:
+        """The rows of the finished runs by seed, with the run itself; a repeated seed counts once."""
+        return self._finished.drop_duplicates([*CELL, "seed"]).sort_values("seed", kind="stable")
 
     @property
     def settings(self) -> list[str]:
         """Settings that have finished runs."""
-        return list(dict.fromkeys(setting for setting, _, _ in sorted(self._cells)))
+        return sorted(self.counted["setting"].unique())
 
     def mixtures(self, setting: str) -> list[str]:
         """Mixtures with finished runs, fewest tasks first."""
-        found = {m for s, m, _ in self._cells if s == setting}
-        return sorted(found, key=lambda m: (self._task_count(setting, m), m))
+        return sorted(counts := self._task_counts(setting), key=lambda mixture: (counts[mixture], mixture))
 
     def variants(self, setting: str) -> list[str]:
         """Methods with finished runs in the paper's order, several times where hyper-parameters differ."""
-        found = {v: next(iter(runs.values())) for (s, _, v), runs in self._cells.items() if s == setting}
-        return sorted(found, key=lambda v: (grouping.method_rank(self.method(v)), _coefficient(found[v]), v))
+        return list(self._orders.get(setting, []))
+
+    @cached_property
+    def _orders(self) -> dict[Any, list[str]]:
+        order = {name: rank for rank, name in enumerate(REGISTRY)}
+        ranks = self.counted["method"].map(order).fillna(len(order))
+        coefficients = pd.to_numeric(self.counted["coefficient"], "coerce").fillna(-1)
+        rows = self.counted.assign(rank=ranks, coefficient=coefficients)
+        rows = rows.sort_values(["rank", "method", "coefficient", "variant"])
+        return {setting: list(found.unique()) for setting, found in rows.groupby("setting")["variant"]}
+
+    @cached_property
+    def _methods(self) -> dict[str, str]:
+        return {names.variant: grouping.method_of(run) for run, names in self._names.items()}
 
     def method(self, variant: str) -> str:
         """The method's configuration name behind a variant."""
-        return next(
-            (grouping.method_of(run) for run, name in self._variants.items() if name == variant), variant
-        )
+        return self._methods.get(variant, variant)
+
+    def references(self, setting: str) -> list[str]:
+        """The variants that others are compared with: Baseline's."""
+        return self._called(setting, None, "reference")
 
     def cell(self, setting: str, mixture: str, variant: str) -> dict[int, Run]:
         """The finished runs that count, by seed."""
-        return dict(sorted(self._cells.get((setting, mixture, variant), {}).items()))
+        return dict(self._cells.get((setting, mixture, variant), {}))
+
+    @cached_property
+    def _cells(self) -> dict[Any, dict[int, Run]]:
+        groups = self.counted.groupby(CELL)
+        return {key: dict(zip(rows["seed"], rows["run"], strict=True)) for key, rows in groups}
 
     def members(self, setting: str) -> list[Run]:
         """All readable runs of a setting, in any state."""
-        return [run for run, name in self._settings.items() if name == setting]
+        return [run for run in self.runs if self.label(run)[0] == setting]
 
     def scopes(self, setting: str) -> list[Scope]:
         """Each mixture, then the bins of task counts that hold several, then the mean over all."""
@@ -152,33 +162,32 @@ class Results:
         scopes = [Scope(mixture, "mixture", (mixture,)) for mixture in mixtures]
         if len(mixtures) < 2:
             return scopes
-        for label, (low, high) in BINS.items():
-            inside = tuple(m for m in mixtures if low <= self._task_count(setting, m) <= high)
-            if 1 < len(inside) < len(mixtures):
-                scopes.append(Scope(label, "bin", inside))
+        bins = [Scope(label, "bin", inside) for label, inside in self._bins(setting).items()]
+        scopes += [found for found in bins if 1 < len(found.mixtures) < len(mixtures)]
         return [*scopes, Scope(f"mean of {len(mixtures)} mixtures", "all", tuple(mixtures))]
 
     def lone_bins(self, setting: str) -> dict[str, str]:
         """Bins that hold one of several mixtures, and are no scope since they are that mixture."""
-        mixtures = self.mixtures(setting) if len(self.mixtures(setting)) > 1 else []
-        inside = {
-            label: [m for m in mixtures if low <= self._task_count(setting, m) <= high]
+        several = len(self.mixtures(setting)) > 1
+        return {
+            label: inside[0] for label, inside in self._bins(setting).items() if several and len(inside) == 1
+        }
+
+    def _bins(self, setting: str) -> dict[str, tuple[str, ...]]:
+        counts = self._task_counts(setting)
+        return {
+            label: tuple(m for m in self.mixtures(setting) if low <= counts[m] <= high)
             for label, (low, high) in BINS.items()
         }
-        return {label: found[0] for label, found in inside.items() if len(found) == 1}
 
-    def _task_count(self, setting: str, mixture: str) -> int:
-        runs = [
-            run
-            for (s, m, _), cell in self._cells.items()
-            if (s, m) == (setting, mixture)
-            for run in cell.values()
-        ]
-        return len(runs[0].result["accuracy"]["tasks"]) if runs else 0
+    def _task_counts(self, setting: str) -> dict[str, int]:
+        rows = self.counted[self.counted["setting"] == setting]
+        found = zip(rows["mixture"], rows["run"], strict=True)
+        return {mixture: len(run.result["accuracy"]["tasks"]) for mixture, run in found}
 
-    def label(self, run: Run) -> tuple[str, str, str]:
+    def label(self, run: Run) -> grouping.Names:
         """``(setting, mixture, variant)`` of a run, in any state; dashes where it is unreadable."""
-        return (self._settings.get(run, "–"), self._mixtures.get(run, "–"), self._variants.get(run, "–"))
+        return self._names.get(run, grouping.Names("–", "–", "–"))
 
     @property
     def problems(self) -> list[Run]:
@@ -186,66 +195,51 @@ class Results:
         return [run for run in self.runs if run.state != FINISHED]
 
     @cached_property
-    def frame(self) -> pd.DataFrame:
-        """One row a run, in any state. Accuracies of tasks are columns ``accuracy.<task>``."""
-        return pd.DataFrame([self._row(run) for run in self.runs])
-
-    @cached_property
     def histories(self) -> pd.DataFrame:
         """Long table of all evaluations of the runs that count, the final ones included."""
         rows = [
-            {"setting": s, "mixture": m, "variant": v, "seed": seed, "update": update, **measured(sections)}
-            for (s, m, v), cell in self._cells.items()
-            for seed, run in sorted(cell.items())
+            {**self.label(run)._asdict(), "seed": seed, "update": update, **measured(sections)}
+            for seed, run in zip(self.counted["seed"], self.counted["run"], strict=True)
             for update, sections in run.evaluations
         ]
-        return pd.DataFrame(
-            rows, columns=["setting", "mixture", "variant", "seed", "update", *METRICS, "entropy"]
-        )
-
-    def _row(self, run: Run) -> dict[str, Any]:
-        setting, mixture, variant = self.label(run)
-        readable = run.state != UNREADABLE or bool(run.config)
-        values = grouping.hyperparameters(run) if readable else {}
-        rate = values.pop("learning_rate", None)
-        row: dict[str, Any] = {
-            "path": str(run.path),
-            "state": run.state,
-            "reason": run.reason,
-            "setting": setting,
-            "mixture": mixture,
-            "method": grouping.method_of(run),
-            "variant": variant,
-            "seed": grouping.seed_of(run) if readable else None,
-            "preset": run.config.get("preset"),
-            "updates": run.result.get("updates", run.last_update),
-            "learning_rate": rate,
-            "coefficients": ", ".join(f"{key}={value}" for key, value in values.items()),
-            "coefficient": values.get("coefficient"),
-            **measured(run.result),
-        }
-        accuracy = run.result.get("accuracy") or {}
-        row |= {f"accuracy.{task}": share for task, share in (accuracy.get("tasks") or {}).items()}
-        row |= {f"extra.{name}": value for name, value in (accuracy.get("extra") or {}).items()}
-        timing = run.result.get("timing") or {}
-        row["step_seconds"] = _number(timing.get("step_seconds_mean"))
-        row["updates_per_second"] = _number(timing.get("updates_per_second"))
-        return row
+        of_evaluations = [name for name in measured({}) if METRICS[name].path[0] != "timing"]
+        return pd.DataFrame(rows, columns=[*CELL, "seed", "update", *of_evaluations])
 
     # -- statistics ------------------------------------------------------------------------------------
 
-    def values(self, metric: str, setting: str, scope: Scope, variant: str) -> dict[int, float]:
+    def by_seed(self, setting: str, scope: Scope, variant: str) -> pd.DataFrame:
+        """All numbers of a variant by seed, averaged over the scope's mixtures; NaN where one has none."""
+        if (setting, scope) not in self._by_seed:
+            rows = self.counted[self.counted["setting"] == setting]
+            rows = rows[rows["mixture"].isin(scope.mixtures)]
+            groups = rows.groupby(["variant", "seed"])
+            means = groups[self._measures].agg(fmean)
+            complete = means[groups.size() == len(scope.mixtures)].reindex(means.index)
+            found = {str(name): table.droplevel(0) for name, table in complete.groupby(level=0)}
+            self._by_seed[setting, scope] = found
+        found = self._by_seed[setting, scope]
+        return found[variant] if variant in found else pd.DataFrame(columns=self._measures, dtype=float)
+
+    @cached_property
+    def _measures(self) -> list[str]:
+        return [name for name in self.frame if name in METRICS or name.startswith(("accuracy.", "extra."))]
+
+    def values(self, metric: str, setting: str, scope: Scope, variant: str) -> pd.Series[float]:
         """The metric by seed, averaged over the scope's mixtures within each seed that has all of them."""
-        per_mixture = [self._by_seed(metric, setting, mixture, variant) for mixture in scope.mixtures]
-        seeds = set(per_mixture[0]).intersection(*per_mixture) if per_mixture else set()
-        return {seed: math.fsum(m[seed] for m in per_mixture) / len(per_mixture) for seed in sorted(seeds)}
+        if metric not in self._measures:
+            known = f"{', '.join(METRICS)}{nearest(metric, self._measures)}"
+            raise UserError(f"unknown metric {metric!r}; expected one of {known}")
+        return self.by_seed(setting, scope, variant)[metric].dropna()
 
     def missing(self, metric: str, setting: str, scope: Scope, variant: str) -> str:
         """Which mixture and seed is absent although the variant has that seed elsewhere; empty if none is."""
-        per_mixture = {m: self._by_seed(metric, setting, m, variant) for m in scope.mixtures}
-        seeds = sorted({seed for values in per_mixture.values() for seed in values})
-        lacking = {m: [seed for seed in seeds if seed not in values] for m, values in per_mixture.items()}
-        return "; ".join(f"{variant} lacks {m} with {_seeds(gap)}" for m, gap in lacking.items() if gap)
+        if self.by_seed(setting, scope, variant)[metric].notna().all():
+            return ""
+        rows = self.counted[(self.counted["setting"] == setting) & (self.counted["variant"] == variant)]
+        table = rows.pivot(index="seed", columns="mixture", values=metric)
+        absent = table.reindex(columns=list(scope.mixtures)).dropna(how="all").isna()
+        gaps = {mixture: absent.index[absent[mixture]] for mixture in scope.mixtures}
+        return "; ".join(f"{variant} lacks {m} with {_seeds(gap)}" for m, gap in gaps.items() if len(gap))
 
     def endpoints(self, common_seeds: bool = False) -> pd.DataFrame:
         """Means over seeds per setting, scope and variant, population std, t interval, Pareto front.
@@ -258,138 +252,131 @@ class Results:
             for scope in self.scopes(setting):
                 block = [self._endpoint(setting, scope, v, common_seeds) for v in self.variants(setting)]
                 block = [row for row in block if row["seeds"] or row["note"]]
-                points = {row["variant"]: [row[m] for m in PARETO] for row in block}
+                points = {row["variant"]: [row[metric] for metric in OBJECTIVES.values()] for row in block}
                 points = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
                 front = pareto_front(points)
                 rows += [{**row, "pareto": row["variant"] in front} for row in block]
-        return pd.DataFrame(rows, columns=ENDPOINT_COLUMNS)
+        spread = ["accuracy_std", "accuracy_low", "accuracy_high"]
+        return pd.DataFrame(rows, columns=[*ENDPOINT_COLUMNS, *listed(), *spread, "pareto", "note"])
 
     def _endpoint(self, setting: str, scope: Scope, variant: str, common_seeds: bool) -> dict[str, Any]:
         note = self.missing("accuracy", setting, scope, variant)
-        accuracy = {} if note and not common_seeds else self.values("accuracy", setting, scope, variant)
-        row: dict[str, Any] = {
+        seeds = self.by_seed(setting, scope, variant).dropna(subset="accuracy")
+        seeds = seeds[:0] if note and not common_seeds else seeds
+        _, low, high = mean_interval(seeds["accuracy"])
+        return {
             "setting": setting,
             "scope": scope.label,
             "kind": scope.kind,
             "mixtures": "+".join(scope.mixtures),
             "method": self.method(variant),
             "variant": variant,
-            "seeds": len(accuracy),
-            "seed_list": " ".join(map(str, accuracy)),
+            "seeds": len(seeds),
+            "seed_list": " ".join(map(str, seeds.index)),
+            **{name: fmean(seeds[name]) if len(seeds) else math.nan for name in listed()},
+            "accuracy_std": population_std(seeds["accuracy"]) if len(seeds) > 1 else math.nan,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "note": ("not averaged: " if note and not common_seeds else "") + note,
         }
-        for name in METRICS:
-            values = self.values(name, setting, scope, variant)
-            values = {seed: value for seed, value in values.items() if seed in accuracy}
-            row[name] = _mean(values.values()) if len(values) == len(accuracy) else math.nan
-            if name == "accuracy":
-                row |= dict(
-                    zip(("accuracy_std", "accuracy_low", "accuracy_high"), _spread(values), strict=True)
-                )
-        return {**row, "note": ("not averaged: " if note and not common_seeds else "") + note}
 
     def paired(
-        self, metric: str = "accuracy", a: str = "gar", b: str = "baseline", common_seeds: bool = False
+        self, metric: str = "accuracy", a: str | None = None, b: str | None = None, common_seeds: bool = False
     ) -> pd.DataFrame:
         """Differences ``a - b`` over seeds in every setting and scope that has both.
 
-        ``a`` and ``b`` are methods or variants. Unequal seeds are not compared unless ``common_seeds`` is
-        set; ``note`` says which are missing. One seed has no interval.
+        ``a`` and ``b`` are methods or variants, GAR and Baseline if not given. Unequal seeds are not compared
+        unless ``common_seeds`` is set; ``note`` says which are missing. One seed has no interval.
         """
+        known = dict.fromkeys([*REGISTRY, *self._methods.values(), *self._methods])
         for name in (a, b):
-            self._known(name)
-        rows = [
-            self._pair(metric, setting, scope, left, right, common_seeds)
+            if name is not None and name not in known:
+                said = f"{', '.join(known)}{nearest(name, known)}"
+                raise UserError(f"unknown method {name!r}; expected one of {said}")
+        places = [
+            (setting, scope, left, right)
             for setting in self.settings
-            for left in self._named(setting, a)
-            for right in self._named(setting, b)
+            for left in self._called(setting, a, "proposed")
+            for right in self._called(setting, b, "reference")
             if left != right
             for scope in self.scopes(setting)
         ]
-        return pd.DataFrame([row for row in rows if row is not None], columns=PAIRED_COLUMNS)
+        return self._differences(metric, places, common_seeds)
 
     def comparisons(self, metric: str = "accuracy", common_seeds: bool = False) -> pd.DataFrame:
         """Every variant minus Baseline, and GAR minus every other, in each setting.
 
         Where GAR has several variants (a sweep), only differences from Baseline are listed.
         """
-        rows = [
-            self._pair(metric, setting, scope, a, b, common_seeds)
+        places = [
+            (setting, scope, a, b)
             for setting in self.settings
             for scope in self.scopes(setting)
             for a, b in self._pairs(setting)
         ]
-        return pd.DataFrame([row for row in rows if row is not None], columns=PAIRED_COLUMNS)
+        return self._differences(metric, places, common_seeds)
 
     def _pairs(self, setting: str) -> list[tuple[str, str]]:
+        bases, own = (self._called(setting, None, role) for role in ("reference", "proposed"))
+        others = [v for v in self.variants(setting) if v not in bases]
+        pairs = [(v, base) for base in bases for v in others]
+        return pairs + [(own[0], v) for v in others if len(own) == 1 and v != own[0]]
+
+    def _called(self, setting: str, name: str | None, role: str) -> list[str]:
+        """The variant of this name, those of a method, or without a name those of methods with the role."""
         variants = self.variants(setting)
-        bases, gars = self._named(setting, "baseline"), self._named(setting, "gar")
-        pairs = [(v, base) for base in bases for v in variants if v not in bases]
-        if len(gars) == 1:
-            pairs += [(gars[0], v) for v in variants if v != gars[0] and v not in bases]
-        return pairs
+        if name is None:
+            return [v for v in variants if getattr(REGISTRY.get(self.method(v)), role, False)]
+        return [name] if name in variants else [v for v in variants if self.method(v) == name]
+
+    def _differences(
+        self, metric: str, places: Iterable[tuple[str, Scope, str, str]], common_seeds: bool
+    ) -> pd.DataFrame:
+        rows = (self._pair(metric, *place, common_seeds) for place in places)
+        return pd.DataFrame([row for row in rows if row is not None], columns=PAIRED_COLUMNS)
 
     def _pair(
         self, metric: str, setting: str, scope: Scope, a: str, b: str, common_seeds: bool
     ) -> dict[str, Any] | None:
         left, right = (self.values(metric, setting, scope, v) for v in (a, b))
-        gaps = [gap for v in (a, b) if (gap := self.missing(metric, setting, scope, v))]
+        gaps = {v: self.missing(metric, setting, scope, v) for v in (a, b)}
         for name, mine, other in ((a, left, right), (b, right, left)):
-            alone = sorted(set(other) - set(mine))
-            if mine and alone and not any(gap.startswith(f"{name} lacks") for gap in gaps):
-                gaps.append(f"{name} lacks {_seeds(alone)}")
-        if not (left and right) and not gaps:
+            alone = other.index.difference(mine.index)
+            if len(mine) and len(alone) and not gaps[name]:
+                gaps[name] = f"{name} lacks {_seeds(alone)}"
+        lacking = "; ".join(gap for gap in gaps.values() if gap)
+        if not (len(left) and len(right)) and not lacking:
             return None  # one of the two was never run here
-        row: dict[str, Any] = {"setting": setting, "scope": scope.label, "kind": scope.kind, "metric": metric}
-        row |= {"mixtures": "+".join(scope.mixtures), "a": a, "b": b, "seeds": 0, "differences": {}}
-        row |= dict.fromkeys(("mean", "low", "high"), math.nan)
-        common = sorted(set(left) & set(right))
-        if (gaps and not common_seeds) or not common:
-            return {**row, "note": "not compared: " + ("; ".join(gaps) or "no seed in common")}
-        result = paired_difference({s: left[s] for s in common}, {s: right[s] for s in common})
-        low, high = (math.nan if value is None else value for value in (result.low, result.high))
-        notes = [f"over {_seeds(common)} only: {'; '.join(gaps)}"] if gaps else []
-        notes += ["one seed: no interval"] if len(common) == 1 else []
-        row |= {"seeds": len(common), "mean": result.mean, "low": low, "high": high, "note": "; ".join(notes)}
-        return {**row, "differences": {s: left[s] - right[s] for s in common}}
-
-    def _by_seed(self, metric: str, setting: str, mixture: str, variant: str) -> dict[int, float]:
-        runs = self.cell(setting, mixture, variant)
-        values = {seed: self._measure(metric, run) for seed, run in runs.items()}
-        return {seed: value for seed, value in values.items() if math.isfinite(value)}
-
-    def _measure(self, metric: str, run: Run) -> float:
-        if metric == "step_seconds":
-            return _number((run.result.get("timing") or {}).get("step_seconds_mean"))
-        if metric.startswith("accuracy."):
-            return _number(run.result["accuracy"]["tasks"].get(metric.removeprefix("accuracy.")))
-        if metric not in METRICS and metric not in EXTRA_METRICS:
-            known = [*METRICS, *EXTRA_METRICS]
-            raise UserError(
-                f"unknown metric {metric!r}; expected one of {', '.join(known)}{nearest(metric, known)}"
-            )
-        return measured(run.result)[metric]
-
-    def _named(self, setting: str, name: str) -> list[str]:
-        variants = self.variants(setting)
-        return [name] if name in variants else [v for v in variants if self.method(v) == name]
-
-    def _known(self, name: str) -> None:
-        known = [*grouping.METHODS, *dict.fromkeys(self._variants.values())]
-        if name not in known:
-            raise UserError(
-                f"unknown method {name!r}; expected one of {', '.join(known)}{nearest(name, known)}"
-            )
+        differences = (left - right).dropna()
+        note = ""
+        if (lacking and not common_seeds) or differences.empty:
+            note, differences = f"not compared: {lacking or 'no seed in common'}", differences[:0]
+        elif lacking:
+            note = f"over {_seeds(differences.index)} only: {lacking}"
+        if len(differences) == 1:
+            note += "; " * bool(note) + "one seed: no interval"
+        mean, low, high = mean_interval(differences)
+        found = (setting, scope.label, scope.kind, "+".join(scope.mixtures), metric, a, b, len(differences))
+        return dict(zip(PAIRED_COLUMNS, (*found, mean, low, high, differences.to_dict(), note), strict=True))
 
     # -- what has to be said -----------------------------------------------------------------------------
 
     @property
     def notes(self) -> list[str]:
         """Repeated runs, and settings whose runs differ in versions or devices."""
-        notes = list(self._repeats)
-        for setting in self.settings:
-            runs = [run for (s, _, _), cell in self._cells.items() if s == setting for run in cell.values()]
+        rows = self._finished
+        first = rows.groupby([*CELL, "seed"])["run"].transform("first")
+        notes = [
+            f"{run.path} repeats {other.path} (same configuration and seed, "
+            f"{'same' if run.result['accuracy'] == other.result['accuracy'] else 'different'} accuracies) "
+            "and is not counted"
+            for run, other in zip(rows["run"], first, strict=True)
+            if run is not other
+        ]
+        for setting, members in self.counted.groupby("setting"):
+            environments = [grouping.flat(run.environment) for run in members["run"]]
             for key in ("gar", "commit", "libraries.torch", "libraries.transformers", "device_name"):
-                values = sorted({str(grouping.flat(run.environment).get(key)) for run in runs})
+                values = sorted({str(environment.get(key)) for environment in environments})
                 if len(values) > 1:
                     notes.append(f"{setting}: runs have different {key}: {', '.join(values)}")
         return notes
@@ -398,9 +385,9 @@ class Results:
     def collapses(self) -> list[tuple[Run, str]]:
         """Finished runs whose experts collapsed, with what happened in plain words."""
         found = []
-        for run in self.runs:
+        for run in self._finished["run"]:
             try:
-                said = describe_collapse(run.result["routing"]["load"]) if run.state == FINISHED else None
+                said = describe_collapse(run.result["routing"]["load"])
             except (KeyError, ValueError):
                 continue  # a result without loads says nothing
             if said:
@@ -408,46 +395,28 @@ class Results:
         return found
 
 
+CELL = ["setting", "mixture", "variant"]
+FRAME_COLUMNS = ["path", "state", "reason", *CELL, "method", "seed", "preset", "updates", "learning_rate"]
+FRAME_COLUMNS += ["coefficients", "coefficient"]
 ENDPOINT_COLUMNS = ["setting", "scope", "kind", "mixtures", "method", "variant", "seeds", "seed_list"]
-ENDPOINT_COLUMNS += [*METRICS, "accuracy_std", "accuracy_low", "accuracy_high", "pareto", "note"]
 PAIRED_COLUMNS = ["setting", "scope", "kind", "mixtures", "metric", "a", "b", "seeds", "mean", "low", "high"]
 PAIRED_COLUMNS += ["differences", "note"]
 
 
 def measured(sections: Mapping[str, Any]) -> dict[str, float]:
-    """Accuracy and routing metrics of a result or an evaluation; NaN for what it lacks."""
-    routing = sections.get("routing") or {}
-    values = {name: _number(routing.get(name)) for name in (*METRICS, "entropy")}
-    values["accuracy"] = _number((sections.get("accuracy") or {}).get("macro"))
-    experts = len(routing.get("load") or ())
-    if math.isnan(values["normalized_entropy"]) and experts:  # not part of the result's contract
-        values["normalized_entropy"] = values["entropy"] / math.log(experts) if experts > 1 else 0.0
-    return values
+    """All metrics of a result or an evaluation, the listed ones first; NaN for what it lacks."""
+    order = sorted(METRICS.values(), key=lambda metric: not metric.listed)
+    return {metric.name: metric.read(sections) for metric in order}
 
 
-def _spread(values: Mapping[int, float]) -> tuple[float, float, float]:
-    """Population std and the two-sided 95 % t interval of the mean; NaN where one seed is all."""
-    if len(values) < 2:
+def mean_interval(values: pd.Series[float]) -> tuple[float, float, float]:
+    """Mean, and its two-sided 95 % t interval; NaN where there is none."""
+    if values.empty:
         return math.nan, math.nan, math.nan
-    _, low, high = paired_difference(values, dict.fromkeys(values, 0.0))
-    assert low is not None  # for mypy: two seeds have an interval
-    assert high is not None
-    return population_std(list(values.values())), low, high
+    mean, low, high = paired_difference(values.tolist(), [0.0] * len(values))
+    return mean, math.nan if low is None else low, math.nan if high is None else high
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def _coefficient(run: Run) -> float:
-    value = _number(grouping.hyperparameters(run).get("coefficient"))
-    return -1.0 if math.isnan(value) else value
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+def _seeds(seeds: Iterable[int]) -> str:
+    shown = list(map(str, seeds))
+    return f"seed{'s' if len(shown) > 1 else ''} {', '.join(shown)}"

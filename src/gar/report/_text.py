@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import groupby
 
-from gar.report.table import Cell, Table
+from gar.report._table import Cell, Table
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#$])")
 _LATEX = {
@@ -49,8 +50,8 @@ def escape_latex(text: str) -> str:
 def markdown(table: Table) -> str:
     """A pipe table with its caption above and its notes below."""
     lines = [f"**{escape_markdown(table.caption)}**", ""]
-    lines.append(_pipes([escape_markdown(column.label) for column in table.columns]))
-    lines.append(_pipes(["--:" if column.number else "---" for column in table.columns]))
+    lines.append(_pipes(map(escape_markdown, table.columns)))
+    lines.append(_pipes("--:" if number else "---" for number in table.columns.values()))
     for row in table.rows:
         cells = [escape_markdown(cell.text) for cell in row.cells]
         if row.strong:
@@ -62,7 +63,7 @@ def markdown(table: Table) -> str:
 
 def latex(table: Table, label: str) -> str:
     """A booktabs table; needs ``\\usepackage{booktabs}``. Blocks of rows are separated by thin rules."""
-    layout = "".join("r" if column.number else "l" for column in table.columns)
+    layout = "".join("r" if number else "l" for number in table.columns.values())
     lines = [
         r"\begin{table}",
         r"\centering\small",
@@ -70,7 +71,7 @@ def latex(table: Table, label: str) -> str:
         rf"\label{{{label}}}",
         rf"\begin{{tabular}}{{{layout}}}",
         r"\toprule",
-        " & ".join(escape_latex(column.label) for column in table.columns) + r" \\",
+        " & ".join(map(escape_latex, table.columns)) + r" \\",
     ]
     for _, block in groupby(table.rows, key=lambda row: row.group):
         lines.append(r"\midrule")
@@ -90,5 +91,5 @@ def _latex_cell(cell: Cell, bold: bool) -> str:
     return rf"\textbf{{{text}}}" if bold and text else text
 
 
-def _pipes(cells: list[str]) -> str:
+def _pipes(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

@@ -1,8 +1,8 @@
 """Colours, axes and the SVG form of the figures.
 
-Colours are those of Okabe and Ito, told apart by colour-blind people; every method has a marker of its own
-too. Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that a figure reads on
-light and dark alike.
+The methods' colours are those of Okabe and Ito, told apart by colour-blind people; every method has a
+marker of its own too. Everything dark is drawn in one ink, which becomes ``currentColor`` in a page, so that
+a figure reads on light and dark alike.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import re
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
@@ -20,16 +21,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gar.methods import REGISTRY
+
 INK = "#1b1f24"
-STYLES = {  # method: colour, marker
-    "baseline": (INK, "o"),
-    "cagrad": ("#E69F00", "s"),
-    "gar": ("#0072B2", "D"),
-    "stgc": ("#D55E00", "^"),
-    "loadpen": ("#009E73", "v"),
-    "switchaux": ("#56B4E9", "P"),
-    "stgc_load": ("#CC79A7", "X"),
-}
 OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
 MARKERS = ("<", ">", "p", "h", "*", "d")
 DASHES: tuple[object, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
@@ -100,7 +94,9 @@ def dress(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def title(axes: Axes, text: str) -> None:
+def title(axes: Axes, text: str, below: str) -> None:
+    """What a panel shows, and what its x axis is."""
+    axes.set_xlabel(below, fontsize=8)
     axes.set_title(plain("\n".join(textwrap.wrap(text, 38))), fontsize=9, color=INK, loc="left")
 
 
@@ -120,15 +116,19 @@ def slug(text: str) -> str:
 
 def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     """Colour, marker and dashes of each ``(variant, method)``; variants of one method share the colour."""
-    counts: dict[str, int] = {}
     others = itertools.cycle(OTHER)
-    known = {method: STYLES[method] if method in STYLES else next(others) for _, method in variants}
+    own = {name: REGISTRY[name].style if name in REGISTRY else None for _, name in variants}
+    looks = {method: style or next(others) for method, style in own.items()}
+    counts: Counter[str] = Counter()
     chosen = {}
     for variant, method in variants:
-        number = counts[method] = counts.get(method, -1) + 1
-        color, marker = known[method]
-        marker = MARKERS[(number - 1) % len(MARKERS)] if number else marker
-        chosen[variant] = {"color": color, "marker": marker, "linestyle": DASHES[number % len(DASHES)]}
+        (color, marker), number = looks[method], counts[method]
+        counts[method] += 1
+        chosen[variant] = {
+            "color": INK if color == "ink" else color,
+            "marker": MARKERS[(number - 1) % len(MARKERS)] if number else marker,
+            "linestyle": DASHES[number % len(DASHES)],
+        }
     return chosen
 
 

@@ -7,8 +7,8 @@ from importlib import resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from gar.report.page import Page, Picture
-from gar.report.style import adaptive, slug
+from gar.report._page import Page, Picture
+from gar.report._style import adaptive, slug
 from gar.version import __version__
 
 

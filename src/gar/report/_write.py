@@ -1,18 +1,27 @@
-"""The report's files."""
+"""The files of a report and of a diagnosis."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from gar.errors import UserError
-from gar.report.html import html
-from gar.report.page import HEADINGS, Page, Section, build_page
+from gar.report import figures
+from gar.report._html import html
+from gar.report._page import Page, Picture, build_page
+from gar.report._style import svg
+from gar.report._table import Table
+from gar.report._text import escape_markdown, latex, markdown
 from gar.report.results import Results
-from gar.report.text import escape_markdown, latex, markdown
+from gar.runs.files import write_json, write_text
+from gar.runs.names import DIAGNOSTICS
+
+HEATMAP = "heatmap"
 
 
 def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> dict[str, Path]:
@@ -30,18 +39,33 @@ def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> 
         "runs.csv": results.frame.to_csv(index=False),
         "endpoints.csv": page.endpoints.to_csv(index=False),
         "paired.csv": _paired_csv(page.compared),
+        **{f"figures/{picture.name}.svg": picture.svg + "\n" for picture in page.pictures},
     }
-    for section in page.sections:
-        for picture in (picture for group in section.pictures.values() for picture in group):
-            if picture.figure is not None:
-                contents[f"figures/{picture.name}.svg"] = picture.svg + "\n"
-    try:
+    with _writing(out):
         for name, text in contents.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(text, encoding="utf-8")
+    return {name: out / name for name in contents}
+
+
+def write_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> dict[str, Path]:
+    """diagnostics.json, heatmap.svg and heatmap.png in a directory; returns the files by name."""
+    out = Path(out)
+    figure = figures.load_heatmap(diagnosis)
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / DIAGNOSTICS, dict(diagnosis))
+        write_text(out / f"{HEATMAP}.svg", svg(figure, HEATMAP, "load by task and expert") + "\n")
+        figure.savefig(out / f"{HEATMAP}.png", dpi=200, facecolor="white")
+    return {name: out / name for name in (DIAGNOSTICS, f"{HEATMAP}.svg", f"{HEATMAP}.png")}
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{error.filename or out}: cannot be written ({error.strerror or error})") from None
-    return {name: out / name for name in contents}
 
 
 def _markdown(page: Page) -> str:
@@ -52,46 +76,27 @@ def _markdown(page: Page) -> str:
     if page.collapses:
         parts += ["## Collapse", "", *(f"- {escape_markdown(said)}" for said in page.collapses), ""]
     for section in page.sections:
-        parts += [f"## {escape_markdown(section.title)}", "", markdown(section.endpoints)]
-        parts += [markdown(section.paired), *map(markdown, section.beside_paper)]
-        parts += _markdown_pictures(section)
-        parts += [markdown(table) for table in (*section.seen, *section.folded, section.times)]
-        parts += [
-            "### Configuration and versions",
-            "",
-            markdown(section.configurations),
-            markdown(section.versions),
-        ]
-        parts += ["The same in every run:", ""]
-        parts += [
-            f"- {escape_markdown(key)}: {escape_markdown(value)}" for key, value in section.shared.items()
-        ]
-        parts += [""]
+        parts += [f"## {escape_markdown(section.title)}", ""]
+        for block in section.blocks:
+            parts += [f"### {block.heading}", ""]
+            parts += [markdown(i) if isinstance(i, Table) else _picture(i) for i in block.items_in("md")]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _markdown_pictures(section: Section) -> list[str]:
-    lines: list[str] = []
-    for key, pictures in section.pictures.items():
-        lines += [f"### {HEADINGS[key]}", ""]
-        for picture in pictures:
-            caption = escape_markdown(picture.caption)
-            if picture.figure is None:
-                lines += [f"Not drawn: {escape_markdown(picture.reason)}.", ""]
-            else:
-                lines += [f"![{caption}](figures/{picture.name}.svg)", "", f"*{caption}*", ""]
-    return lines
+def _picture(picture: Picture) -> str:
+    caption = escape_markdown(picture.caption)
+    if picture.figure is None:
+        return f"Not drawn: {escape_markdown(picture.reason)}.\n"
+    return f"![{caption}](figures/{picture.name}.svg)\n\n*{caption}*\n"
 
 
 def _latex(page: Page) -> str:
     parts = [r"% Needs \usepackage{booktabs} and \usepackage[T1]{fontenc}.", ""]
     for section in page.sections:
-        shown = [section.endpoints, section.paired, *section.beside_paper, *section.folded, section.times]
         title = "".join(sign if sign.isascii() and sign.isprintable() else " " for sign in section.title)
-        parts += [
-            f"% Setting: {title}",
-            *(latex(table, f"tab:{table.name}") for table in shown if table.rows),
-        ]
+        parts += [f"% Setting: {title}"]
+        items = (item for block in section.blocks for item in block.items_in("tex"))
+        parts += [latex(item, f"tab:{item.name}") for item in items if isinstance(item, Table)]
     return "\n".join(parts)
 
 

@@ -1,0 +1,195 @@
+"""Every metric of a result once: its name, bounds, direction, how it is computed, read and printed.
+
+result.json, the report, its figures, ``gar diagnose`` and the tables of single results all read
+:data:`METRICS`. A metric of one's own is a function of :class:`Measured` and one line::
+
+    register(Metric("top_share", "largest load", lambda m: float(m.load.max()), better=-1))
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gar.metrics._arrays import Floats
+from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
+from gar.metrics.load import load_variance, routing_entropy, utilization
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one evaluation of a model saw: T tasks, E experts, N examples.
+
+    ``load`` [E] sums to 1; ``counts`` [T, E] are selection events, in int64, all else is in float64;
+    ``gates`` [N, E] are each example's; ``norms`` [T, E] the lengths of the tasks' expert gradients,
+    ``by_expert`` [E, T, T] their inner products within an expert, ``between`` [E, E] those of the experts'
+    mean gradients.
+    """
+
+    load: Floats
+    counts: Any
+    gates: Floats
+    norms: Floats
+    by_expert: Floats
+    between: Floats
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a result.
+
+    ``name`` is its key in result.json, under ``routing`` unless ``where`` gives another dotted path; one
+    without ``compute`` is written there by something else. ``better`` is 1 (higher), -1 (lower) or 0.
+    ``bounds`` are the ends of its range, or a function of the numbers of tasks and experts that gives them.
+
+    Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words
+    what the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the
+    paper's tables, ``short`` a heading for narrow tables. ``brief`` ones stand in the table of a single
+    result too; those not ``listed`` are in result.json and the report's CSV alone. ``recover`` computes the
+    value from the sections of an older result that lacks it.
+    """
+
+    name: str
+    label: str
+    compute: Callable[[Measured], float] | None = None
+    better: int = 0
+    bounds: Bounds | Callable[[int, int], Bounds] = (-math.inf, math.inf)
+    digits: int = 4
+    scale: float = 1.0
+    unit: str = ""
+    meaning: str = ""
+    paper: str = ""
+    short: str = ""
+    where: str = ""
+    brief: bool = False
+    listed: bool = True
+    recover: Callable[[Mapping[str, Any]], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute is not None and self.where:
+            raise ValueError(f"metric {self.name}: what is computed is written under routing; drop where")
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The keys that lead to the value in result.json."""
+        return tuple((self.where or f"routing.{self.name}").split("."))
+
+    @property
+    def arrow(self) -> str:
+        """↑ or ↓ for the better direction; empty where there is none."""
+        return {1: "↑", -1: "↓"}.get(self.better, "")
+
+    def range(self, tasks: int, experts: int) -> Bounds:
+        """Smallest and largest possible value."""
+        return self.bounds(tasks, experts) if callable(self.bounds) else self.bounds
+
+    def read(self, sections: Mapping[str, Any]) -> float:
+        """The value in a result, an evaluation or a diagnosis; NaN where it has none."""
+        found: Any = sections
+        for key in self.path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return float(found)
+        return self.recover(sections) if self.recover else math.nan
+
+    def text(self, value: float, sign: bool = False) -> str:
+        """The value as it is shown, without its unit; a dash for one that is not finite."""
+        if not math.isfinite(value):
+            return "–"
+        return f"{self.scale * value:{'+' if sign else ''}z.{self.digits}f}".replace("-", "−")
+
+
+def _entropy_share(sections: Mapping[str, Any]) -> float:
+    """Results once held the entropy alone."""
+    experts, entropy = (
+        len((sections.get("routing") or {}).get("load") or ()),
+        METRICS["entropy"].read(sections),
+    )
+    return entropy / math.log(experts) if experts > 1 else (0.0 if experts else math.nan)
+
+
+#: By name, in the order of result.json.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("accuracy", "accuracy", better=1, bounds=(0, 1), digits=2, scale=100, unit="%", paper="acc",
+               short="acc.", where="accuracy.macro"),
+        Metric("load_variance", "load variance", lambda m: load_variance(m.load), better=-1,
+               bounds=lambda tasks, experts: (0, (experts - 1) / experts**2), digits=5, paper="lvar",
+               short="load var.", brief=True,
+               meaning="0: all experts equal; {high:.5f}: one has everything"),
+        Metric("utilization", "utilization", lambda m: utilization(m.load), better=1,
+               bounds=lambda tasks, experts: (1 / experts, 1), digits=3, paper="util", short="util.",
+               brief=True, meaning="share of the experts with at least half the uniform load"),
+        Metric("gradient_mass_purity", "gradient-mass purity", lambda m: gradient_mass_purity(m.norms),
+               better=1, bounds=(0, 1), paper="purity", short="purity", brief=True,
+               meaning="largest task's share of an expert's gradient"),
+        Metric("structure_purity", "structure purity", lambda m: structure_purity(m.counts), bounds=(0, 1),
+               paper="struct_purity", meaning="selections that belong to their expert's largest task"),
+        Metric("nmi", "NMI", lambda m: normalized_mutual_information(m.counts), bounds=(0, 1), paper="nmi",
+               brief=True, meaning="0: the expert says nothing about the task"),
+        Metric("ari", "ARI", lambda m: adjusted_rand_index(m.counts), bounds=(-0.5, 1), paper="ari",
+               meaning="0: as by chance; 1: tasks and experts coincide"),
+        Metric("entropy", "routing entropy", lambda m: routing_entropy(m.gates), unit="nats",
+               bounds=lambda tasks, experts: (0, math.log(experts)), listed=False),
+        Metric("normalized_entropy", "normalized entropy", lambda m: routing_entropy(m.gates, normalize=True),
+               bounds=(0, 1), paper="norm_routing_entropy", recover=_entropy_share,
+               meaning="of an example's gates; 1: uniform over all experts"),
+        Metric("intra_expert_coherence", "intra-expert coherence",
+               lambda m: intra_expert_coherence(gram=m.by_expert), paper="intra_coherence",
+               bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1),
+               meaning="cosine of tasks' gradients within an expert"),
+        Metric("inter_expert_similarity", "inter-expert similarity",
+               lambda m: inter_expert_similarity(gram=m.between), paper="inter_similarity",
+               bounds=lambda tasks, experts: (-1 / (experts - 1) if experts > 1 else 0, 1),
+               meaning="cosine of gradients between experts"),
+        Metric("step_seconds", "time per update", better=-1, bounds=(0, math.inf), digits=1, scale=1000,
+               unit="ms", where="timing.step_seconds_mean", listed=False),
+        Metric("updates_per_second", "updates per second", better=1, bounds=(0, math.inf), digits=2,
+               where="timing.updates_per_second", listed=False),
+    )
+}  # fmt: skip
+
+#: The objectives of the paper's Pareto front in its order: what ``pareto_front`` calls each, and its metric.
+OBJECTIVES: Mapping[str, str] = {
+    "accuracy": "accuracy",
+    "purity": "gradient_mass_purity",
+    "utilization": "utilization",
+    "load_variance": "load_variance",
+}
+
+_OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms"})
+
+
+def register(metric: Metric) -> Metric:
+    """Measure and show a metric of one's own from now on, also in figures and trajectories.
+
+    A value that is not finite is left out of the result. Raises ``ValueError`` for a name that the package's
+    own results use, or one that is no plain name.
+    """
+    if metric.name in _OWN or not metric.name.isidentifier():
+        raise ValueError(
+            f"{metric.name!r} is a key of every result or no plain name; expected one of its own"
+        )
+    METRICS[metric.name] = metric
+    return metric
+
+
+def listed() -> dict[str, Metric]:
+    """The metrics that every full table and figure shows, by name."""
+    return {name: metric for name, metric in METRICS.items() if metric.listed}
+
+
+def summarize(measured: Measured) -> dict[str, float]:
+    """The metrics that are computed from these arrays, by name, in the order of result.json."""
+    values = {name: float(m.compute(measured)) for name, m in METRICS.items() if m.compute is not None}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            warnings.warn(f"metric {name} is {value}; it is left out of the result", stacklevel=2)
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,0 +1,207 @@
+"""What the report shows, in reading order, before it becomes HTML, Markdown or LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from gar.metrics import METRICS
+from gar.metrics.catalogue import listed
+from gar.report import _paper as paper
+from gar.report import _style as style
+from gar.report import _tables as tables
+from gar.report import figures
+from gar.report._table import Table
+from gar.report.results import Results
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, or the reason why there is none; ``name`` is its id."""
+
+    name: str
+    caption: str
+    figure: Figure | None
+    reason: str = ""
+    folded: bool = False
+    absent: tuple[str, ...] = ("tex",)
+
+    @cached_property
+    def svg(self) -> str:
+        """The drawing in ink; empty where there is none."""
+        return style.svg(self.figure, self.name, self.caption) if self.figure else ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tables and pictures under one heading, in reading order."""
+
+    ident: str
+    heading: str
+    items: Sequence[Table | Picture]
+
+    def items_in(self, file: str) -> list[Table | Picture]:
+        """What goes into this kind of file (html, md or tex)."""
+        return [item for item in self.items if file not in item.absent]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One setting."""
+
+    ident: str
+    title: str
+    blocks: Sequence[Block]
+    variants: Mapping[str, str]  # slug: name
+
+
+@dataclass(frozen=True)
+class Page:
+    """The whole report; ``compared`` holds the paired differences by metric."""
+
+    summary: str
+    sections: Sequence[Section]
+    problems: Table
+    collapses: Sequence[str]
+    notes: Sequence[str]
+    endpoints: pd.DataFrame
+    compared: Mapping[str, pd.DataFrame]
+
+    @property
+    def variants(self) -> list[tuple[str, str]]:
+        """``(slug, name)`` of everything that a reader may hide."""
+        return list(
+            {slug: name for section in self.sections for slug, name in section.variants.items()}.items()
+        )
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """All that are drawn."""
+        items = (item for section in self.sections for block in section.blocks for item in block.items)
+        return [item for item in items if isinstance(item, Picture) and item.figure is not None]
+
+
+def build_page(results: Results, common_seeds: bool = False) -> Page:
+    """Everything that the report shows."""
+    endpoints = results.endpoints(common_seeds)
+    compared = {name: results.comparisons(name, common_seeds) for name in listed()}
+    sections = [
+        Section(
+            f"s{number}",
+            setting,
+            _blocks(results, setting, f"s{number}", endpoints, compared, common_seeds),
+            {style.slug(variant): variant for variant in results.variants(setting)},
+        )
+        for number, setting in enumerate(results.settings, 1)
+    ]
+    collapses = []
+    for run, said in results.collapses:
+        _, mixture, variant = results.label(run)
+        collapses.append(f"{variant} on {mixture}, seed {run.result['seed']} ({run.path}): {said}.")
+    states = pd.Series([run.state for run in results.runs]).value_counts().sort_index()
+    summary = ", ".join(f"{count} {state}" for state, count in states.items())
+    return Page(summary, sections, tables.problems(results), collapses, results.notes, endpoints, compared)
+
+
+def _blocks(
+    results: Results,
+    setting: str,
+    ident: str,
+    endpoints: pd.DataFrame,
+    compared: Mapping[str, pd.DataFrame],
+    common_seeds: bool,
+) -> list[Block]:
+    """The blocks of one setting; a table without rows is left out."""
+    accuracy, *routing = listed().values()
+    widest = results.scopes(setting)[-1].label
+    published = [metric for metric in routing if metric.paper]
+
+    def picture(name: str, *which: str, folded: bool = False) -> Picture:
+        kind = name.split("-")[0]
+        draw, said = PICTURES[kind]
+        seeds = {"common_seeds": common_seeds} if kind in ("gains", "pareto") else {}
+        caption = ": ".join([*which, said])
+        try:
+            return Picture(f"{ident}-{name}", caption, draw(results, setting, *which, **seeds), folded=folded)
+        except figures.NothingToDraw as reason:
+            return Picture(f"{ident}-{name}", caption, None, str(reason))
+
+    blocks: dict[tuple[str, str], list[Table | Picture]] = {
+        ("endpoints", "Endpoints"): [
+            tables.endpoints(results, setting, endpoints),
+            paper.endpoints(results, setting, [accuracy], "paper-endpoints", "accuracy"),
+            paper.paired(results, setting, compared["accuracy"]),
+            tables.further(setting, endpoints),
+            paper.endpoints(results, setting, published, "paper-further", "routing metrics", folded=True),
+            *tables.task_accuracies(results, setting),
+        ],
+        ("gains", "Paired gains"): [
+            picture("gains"),
+            *(tables.paired(setting, frame, METRICS[name]) for name, frame in compared.items()),
+        ],
+        ("trajectories", "Trajectories"): [picture("trajectories", widest)],
+        ("loads", "Expert loads"): [
+            *(
+                picture(f"{kind}-{number}", mixture, folded=number > 0)
+                for number, mixture in enumerate(results.mixtures(setting))
+                for kind in ("loads", "heatmap")
+            ),
+            *tables.seen(results, setting),
+        ],
+        ("pareto", "Pareto view"): [picture("pareto", widest)],
+        ("sweep", "Coefficient sweep"): [picture("sweep", widest)],
+        ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
+        ("configuration", "Configuration and versions"): [
+            tables.configurations(results, setting),
+            *tables.records(results, setting),
+        ],
+    }
+    found = []
+    for (key, heading), items in blocks.items():
+        shown = [item for item in items if isinstance(item, Picture) or item.rows]
+        for table in shown:
+            if isinstance(table, Table):
+                table.name = f"{ident}-{table.name}"
+        found.append(Block(f"{ident}-head-{key}", heading, shown))
+    return found
+
+
+PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
+    "gains": (
+        figures.paired_gains,
+        "Paired differences in accuracy over the same seeds. Dots: single seeds; bars: two-sided 95 % "
+        "Student-t intervals; a hollow mark has one seed and no interval.",
+    ),
+    "trajectories": (
+        figures.trajectories,
+        "routing during training, means over seeds; bands: one standard error over seeds (none with one "
+        "seed).",
+    ),
+    "loads": (
+        figures.loads,
+        "load of each expert, sorted within a run; bars: means over seeds, dots: seeds, dashed line: "
+        "uniform.",
+    ),
+    "heatmap": (
+        figures.task_expert_heatmap,
+        "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the "
+        "task that uses them most. The line in the colour bar is the uniform share.",
+    ),
+    "pareto": (
+        figures.pareto,
+        "accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other "
+        "method is as good in all four and better in one.",
+    ),
+    "sweep": (
+        figures.coefficient_sweep,
+        "metrics over the coefficient; dots: single seeds, bars: one standard error, dashed: Baseline.",
+    ),
+    "steps": (
+        figures.step_times,
+        "Mean time per update of each run (dots) and over runs (bars); numbers are factors over Baseline.",
+    ),
+}
