@@ -25,18 +25,19 @@ from gar.methods import (
     Baseline,
     CAGrad,
     Choices,
+    GradientCombination,
     LoadPenalty,
     Method,
+    Pass,
     STGCLoad,
     SwitchAux,
     TorchJD,
+    Update,
     from_config,
     register,
 )
 from gar.methods.cagrad import project_to_simplex
-from gar.methods.rows import GradientCombination
 from gar.methods.stgc import conflicts
-from gar.methods.update import GroupWeights, Pass, Update
 from gar.nn import RoutedFFN, RoutedLoRA, expert_banks
 from support import oracles
 from support.tiny import (
@@ -450,12 +451,11 @@ def conflict_mask(model: Tiny, batch: Batch, scale: float = 1.0) -> Tensor:
     """The package's mask at the valid units, [N, E]."""
     with gar.observe(model) as seen:
         rows = model(batch)
-        v, w = (torch.tensor(weights, dtype=rows.dtype) for weights in (batch.v, batch.w))
-        weights = GroupWeights(batch.groups, v, w, len(batch.sizes))
-        step = Pass.of(scale * weights.grouping.mean(rows), weights, list(model.parameters()), seen)
-        site = step.sites[0]
-        mask = conflicts(site, site.observation.output_gradient(step.task_loss))
-        step.task_loss.backward()  # the graph is still whole
+        weights = batch.weights(rows.dtype)
+        pass_ = Pass.of(scale * weights.grouping.mean(rows), weights, list(model.parameters()), seen)
+        site = pass_.sites[0]
+        mask = conflicts(site, site.observation.output_gradient(pass_.task_loss))
+        pass_.task_loss.backward()  # the graph is still whole
     return mask if mask.dim() == 2 else mask[batch.mask]
 
 

@@ -22,9 +22,8 @@ from gar.methods.update import Pass
 from gar.model.multitask import MultiTaskModel
 from gar.runs.history import History, read_lines
 from gar.training import TrainingFailure, fit, train
-from gar.training import updater as step
-from gar.training.loop import warmup_factor
-from gar.training.updater import UpdateOptions, broken_group, dropout_mask, run_update
+from gar.training import updater as module
+from gar.training.updater import Outcome, Updater, dropout_mask, warmup_factor
 from support import oracles, tiny_runs
 from support.tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
 
@@ -47,16 +46,18 @@ def schedule_of(mixture: Mixture, seed: int = 0) -> Updates:
     return Updates(NAMES, sizes, mixture.batch_size, mixture.group_size, seed)
 
 
-def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
-    """Group losses and all gradients of one update."""
+def updater_of(config: Config, randomized: bool = False) -> Updater:
     model, mixture = tiny_runs.load(config, randomized)
     source, _ = make_sources(model, mixture, config.cache)
-    options = UpdateOptions(NAMES, config.observation, config.max_tokens_per_pass, config.seed)
-    groups = schedule_of(mixture, config.seed).groups(number)
-    model.train()
-    losses = run_update(model, source, groups, config.method, number, options)
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return losses, grads
+    return Updater(model.train(), source, config, NAMES)
+
+
+def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
+    """Group losses and all gradients of one update."""
+    updater = updater_of(config, randomized)
+    update = updater.gradients(updater.schedule.groups(number), number)
+    parameters = updater.model.named_parameters()
+    return update.losses, {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def trained(config: Config, **options: Any) -> tuple[MultiTaskModel, dict[str, Any]]:
@@ -209,22 +210,18 @@ class HeadsOnly(Method):
 
     name: ClassVar[str] = "heads_only"
 
-    def backward(self, step: Pass) -> None:
-        heads = [p for p in step.parameters if p.shape[0] in (2, 3) and p.dim() <= 2 and p.shape[-1] != 2]
-        grads = torch.autograd.grad(step.task_loss, heads, allow_unused=True)
+    def backward(self, pass_: Pass) -> None:
+        heads = [p for p in pass_.parameters if p.shape[0] in (2, 3) and p.dim() <= 2 and p.shape[-1] != 2]
+        grads = torch.autograd.grad(pass_.task_loss, heads, allow_unused=True)
         for parameter, grad in zip(heads, grads, strict=True):
             parameter.grad = grad
 
 
 def test_every_weight_decays_whatever_the_method_reaches(world: Path) -> None:
     """AdamW passes over parameters without gradient; its moments must not depend on the method."""
-    config = make_config(world, optimizer__updates=1)
-    model, mixture = tiny_runs.load(config, randomized=True)
-    source, _ = make_sources(model, mixture, config.cache)
-    model.train()
-    run_update(model, source, schedule_of(mixture).groups(0), HeadsOnly(), 0, UpdateOptions(NAMES))
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(grad is not None for grad in grads.values())
+    _, grads = one_update(make_config(world, method=HeadsOnly()))
+    model, _ = tiny_runs.load(make_config(world))
+    assert list(grads) == [name for name, p in model.named_parameters() if p.requires_grad]
     assert not grads["bank.experts.A"].any()
     assert grads["heads.task_mood.weight"].any()
 
@@ -236,7 +233,7 @@ def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
     """What two updates drew: examples and expert dropout mask of every group; and the first losses."""
     drawn: list[Any] = []
     first: list[Tensor] = []
-    original, original_run = step.dropout_mask, run_update
+    original, original_run = dropout_mask, Updater.run
 
     def watched(
         model: MultiTaskModel, lengths: Any, groups: Sequence[Group], number: int, seed: int
@@ -246,13 +243,13 @@ def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
             drawn.append((number, group.number, group.examples.tolist(), None if keep is None else keep))
         return original(model, lengths, groups, number, seed)
 
-    def noting(*args: Any) -> Tensor:
-        losses = original_run(*args)
-        first.append(losses)
-        return losses
+    def noting(updater: Updater, number: int) -> Outcome:
+        outcome = original_run(updater, number)
+        first.append(torch.tensor(outcome.losses, dtype=torch.float64))
+        return outcome
 
-    monkeypatch.setattr(step, "dropout_mask", watched)
-    monkeypatch.setattr("gar.training.loop.run_update", noting)
+    monkeypatch.setattr(module, "dropout_mask", watched)
+    monkeypatch.setattr(Updater, "run", noting)
     trained(float64(world, optimizer__updates=2, **changes))
     monkeypatch.undo()
     return drawn, first[0]
@@ -288,7 +285,7 @@ def test_another_seed_draws_another_start_order_and_dropout(
     other, found = keeps_of(world, monkeypatch, backbone__trainable=True, seed=1)
     assert not torch.equal(losses, found)
     assert [entry[2] for entry in drawn] != [entry[2] for entry in other]
-    monkeypatch.setattr(step, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
+    monkeypatch.setattr(module, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
     _, moved = keeps_of(world, monkeypatch, backbone__trainable=True)
     assert not torch.equal(losses, moved)
 
@@ -347,7 +344,7 @@ def test_an_update_does_not_depend_on_its_passes(
     for limit in (1, 60, 10**6):
         assert_same_update(one_update(float64(world, max_tokens_per_pass=limit, **changes)), expected)
     for cost in (0, 10**9):
-        monkeypatch.setattr(step, "PASS_COST", {"cpu": cost})
+        monkeypatch.setattr(module, "PASS_COST", {"cpu": cost})
         assert_same_update(one_update(float64(world, **changes)), expected)
 
 
@@ -444,31 +441,29 @@ def test_a_non_finite_gradient_names_update_task_and_group(
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * torch.inf
 
-    original = step.group_losses
+    original = Updater.group_losses
     broken = 4  # the second group of nli
 
-    def watched(model: Any, source: Any, groups: Any, total: int, number: int, options: Any) -> Any:
-        losses, of_groups = original(model, source, groups, total, number, options)
+    def watched(updater: Updater, groups: Any, number: int, total: int) -> Any:
+        losses, of_groups = original(updater, groups, number, total)
         rows = list(losses.unbind())
         for n, group in enumerate(groups):
             if number == 2 and group.number == broken:
                 rows[n] = Cliff.apply(rows[n])
         return torch.stack(rows), of_groups
 
-    monkeypatch.setattr(step, "group_losses", watched)
+    monkeypatch.setattr(Updater, "group_losses", watched)
     with pytest.raises(TrainingFailure, match=r"^update 3: the gradient of task nli, group 4 is not finite"):
         trained(make_config(world))
 
 
 def test_a_group_is_blamed_only_for_its_own_gradient(world: Path) -> None:
-    config = make_config(world)
-    model, mixture = tiny_runs.load(config)
-    source, _ = make_sources(model, mixture, config.cache)
-    groups = schedule_of(mixture).groups(0)
-    assert broken_group(model, source, groups, 0, UpdateOptions(NAMES)) is None
+    updater = updater_of(make_config(world))
+    groups = updater.schedule.groups(0)
+    assert updater.broken_group(groups, 0) is None
     with torch.no_grad():
-        model.heads["task_nli"].weight.fill_(torch.nan)
-    found = broken_group(model, source, groups, 0, UpdateOptions(NAMES))
+        updater.model.heads["task_nli"].weight.fill_(torch.nan)
+    found = updater.broken_group(groups, 0)
     assert found is not None
     assert NAMES[found.task] == "nli"
 

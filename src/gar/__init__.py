@@ -20,8 +20,8 @@ _EXPORTS = {
     "Router": "gar.routing",
     "masked_softmax": "gar.routing",
     "straight_through": "gar.routing",
-    "observe": "gar.observation.observe",
-    "per_group_gradients": "gar.observation.observe",
+    "observe": "gar.observation",
+    "per_group_gradients": "gar.observation",
     "MultiTaskModel": "gar.model.multitask",
     "Mixture": "gar.data",
     "Task": "gar.data",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gar.evaluation.measure import evaluate
     from gar.model.multitask import MultiTaskModel
     from gar.objective import alignment_loss, association, marginal_scores
-    from gar.observation.observe import observe, per_group_gradients
+    from gar.observation import observe, per_group_gradients
     from gar.report.results import load as results
     from gar.routing import Router, Routing, masked_softmax, straight_through
     from gar.training import train
