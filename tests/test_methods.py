@@ -1052,21 +1052,10 @@ def test_a_state_reaches_every_hook() -> None:
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
+#: Rooms that deal with the paper's methods as such: its presets, the reference of comparisons, their tables.
+BY_NAME = ("methods", "presets", "sweeps", "report", "cli")
 ELSEWHERE = sorted(
-    path
-    for part in (
-        "training",
-        "model",
-        "evaluation",
-        "features",
-        "runs",
-        "data",
-        "observation",
-        "nn",
-        "routing.py",
-        "metrics",
-    )
-    for path in ([PACKAGE / part] if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
+    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in BY_NAME
 )
 
 
