@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel
 
-from gar.config import CacheConfig
-from gar.data.batches import Updates
+from gar.config import CacheConfig, build
 from gar.errors import UserError
 from gar.features.sources import RawSource
 from gar.methods import GAR
 from gar.model.architecture import ARCHITECTURES, architecture, pool
 from gar.model.multitask import MultiTaskModel, SiteState, evaluating
-from gar.training.updater import UpdateOptions, run_update
+from gar.training import Updater
 from support.tiny import relative_error
 from support.tiny_backbones import (
     DECODERS,
@@ -87,10 +86,18 @@ def gradients(
     splits = make_splits(model)
     source = RawSource(model, splits, CacheConfig())
     names = [task.name for task in TASKS]
-    groups = Updates(names, [len(split) for split in splits], 5, 2, seed).groups(0)
+    config = build(
+        {
+            "method": GAR(coefficient=10.0),
+            "mixture": {"batch_size": 5, "group_size": 2},
+            "observation": observation,
+            "seed": seed,
+        }
+    )
+    updater = Updater(model.train(), source, config, names)
+    groups = updater.schedule.groups(0)
     assert [len(group) for group in groups] == [2, 2, 1, 2, 1]
-    options = UpdateOptions(names, observation=observation, seed=seed)
-    losses = run_update(model.train(), source, groups, GAR(coefficient=10.0), 0, options)
+    losses = updater.gradients(groups, 0).losses
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

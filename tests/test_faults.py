@@ -30,7 +30,7 @@ from gar.errors import UserError
 from gar.model.multitask import MultiTaskModel
 from gar.runs.history import read_lines
 from gar.training import Hooks, Interrupted, checkpoint, train_from_config
-from gar.training.loop import make_optimizer
+from gar.training.updater import make_optimizer
 from support import tiny_runs
 from support.tiny_runs import make_config, same_bits, small_file_system, weights
 
@@ -200,7 +200,7 @@ def test_any_flipped_byte_of_the_state_is_seen_or_harmless(
     config, _, run = stopped
     shutil.copytree(run / "checkpoints" / "00000004", tmp_path / "00000004")
     model, _ = tiny_runs.load(config)
-    optimizer, _ = make_optimizer(model, config.optimizer, 6)
+    optimizer = make_optimizer(model, config.optimizer)
     intact = checkpoint.load(tmp_path, model, optimizer, lambda line: None)
     assert intact is not None
     path = tmp_path / "00000004" / checkpoint.STATE
@@ -452,7 +452,7 @@ def test_sigterm_is_an_interruption_too(file: Path, tmp_path: Path) -> None:
 
 def test_a_second_signal_does_not_wait(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update hangs; the first signal waits for its end, the second does not."""
-    monkeypatch.setattr("gar.training.loop.run_update", lambda *args: time.sleep(60))
+    monkeypatch.setattr("gar.training.updater.Updater.run", lambda *args: time.sleep(60))
     run = Gar("train", str(file), "--out", str(tmp_path / "run"))
     wait_for(tmp_path / "run" / "history.jsonl", run)
     time.sleep(0.2)

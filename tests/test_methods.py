@@ -6,6 +6,7 @@ import ast
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,18 +26,21 @@ from gar.methods import (
     Baseline,
     CAGrad,
     Choices,
+    GradientCombination,
     LoadPenalty,
     Method,
+    Pass,
+    State,
     STGCLoad,
     SwitchAux,
     TorchJD,
+    Update,
+    _rows,
     from_config,
     register,
 )
 from gar.methods.cagrad import project_to_simplex
-from gar.methods.rows import GradientCombination
 from gar.methods.stgc import conflicts
-from gar.methods.update import GroupWeights, Pass, Update
 from gar.nn import RoutedFFN, RoutedLoRA, expert_banks
 from support import oracles
 from support.tiny import (
@@ -450,12 +454,11 @@ def conflict_mask(model: Tiny, batch: Batch, scale: float = 1.0) -> Tensor:
     """The package's mask at the valid units, [N, E]."""
     with gar.observe(model) as seen:
         rows = model(batch)
-        v, w = (torch.tensor(weights, dtype=rows.dtype) for weights in (batch.v, batch.w))
-        weights = GroupWeights(batch.groups, v, w, len(batch.sizes))
-        step = Pass.of(scale * weights.grouping.mean(rows), weights, list(model.parameters()), seen)
-        site = step.sites[0]
-        mask = conflicts(site, site.observation.output_gradient(step.task_loss))
-        step.task_loss.backward()  # the graph is still whole
+        weights = batch.weights(rows.dtype)
+        pass_ = Pass.of(scale * weights.grouping.mean(rows), weights, list(model.parameters()), seen)
+        site = pass_.sites[0]
+        mask = conflicts(site, site.observation.output_gradient(pass_.task_loss))
+        pass_.task_loss.backward()  # the graph is still whole
     return mask if mask.dim() == 2 else mask[batch.mask]
 
 
@@ -605,6 +608,80 @@ def test_cagrad_approaches_the_exact_solution(name: str, c: float) -> None:
     long = CAGrad(c=c, inner_learning_rate=0.5, inner_steps=2000).weights(rows @ rows.T)
     assert best <= few + 1e-9 < start
     assert oracles.cagrad_objective(rows, long, c) == pytest.approx(best, abs=1e-2 * (start - best))
+
+
+def cancelling_rows(seed: int, rest: float) -> Tensor:
+    """float32 rows of norm about 1 that contradict each other up to ``rest``."""
+    random = torch.Generator().manual_seed(seed)
+    count, size = (4, 12, 20)[seed % 3], (30, 300)[seed % 2]
+    common = torch.randn(size, dtype=torch.float64, generator=random)
+    signs = torch.randn(count, 1, dtype=torch.float64, generator=random)
+    signs -= signs.mean()
+    noise = torch.randn(count, size, dtype=torch.float64, generator=random)
+    return ((signs * common + rest * noise) / size**0.5).float()
+
+
+@pytest.mark.parametrize("rest", [10.0**-n for n in range(1, 9)])
+@pytest.mark.parametrize("options", [{}, {"c": 0.9, "inner_learning_rate": 1.0, "inner_steps": 30}], ids=str)
+def test_cagrad_of_float32_rows_that_nearly_cancel(rest: float, options: dict[str, Any]) -> None:
+    """Against the float64 twin on the same rows: only the result's own rounding to float32 is left.
+
+    float64 tells norms apart down to 1e-8 of the rows'; a rest of that size may be wrong in itself.
+    """
+    method = CAGrad(**options)
+    for seed in range(6):
+        rows = cancelling_rows(seed, rest)
+        direction, w = oracles.cagrad(rows, method.c, method.inner_learning_rate, method.inner_steps)
+        found = method.combine(rows)
+        assert found.dtype == torch.float32
+        error = float((found.double() - direction).norm())
+        assert error < 1e-8
+        if rest >= 1e-6:
+            assert error < 1e-4 * float(direction.norm())
+        wide = rows.double()
+        torch.testing.assert_close(method.weights(wide @ wide.T), w, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cagrad_weights_stay_on_the_simplex(dtype: torch.dtype) -> None:
+    """Whatever rounding left of the Gram matrix: in float32 a cancelled square is noise of either sign."""
+    for seed in range(60):
+        for rest in (1e-8, 1e-5, 1e-4):
+            rows = cancelling_rows(seed, rest).to(dtype)
+            for method in (CAGrad(), CAGrad(inner_learning_rate=1.0, inner_steps=30)):
+                w = method.weights(rows @ rows.T)
+                assert w.dtype == dtype
+                assert float(w.min()) >= 0
+                assert float(w.double().sum()) == pytest.approx(1, abs=len(w) * torch.finfo(dtype).eps)
+
+
+def test_cagrad_trains_right_on_contradicting_labels() -> None:
+    """Twelve times one text, with either label: the group gradients come to cancel."""
+    model = make_model("lora_ffn").float()
+    batch = make_batch((12,), group_size=1)
+    same_text = torch.zeros(12, dtype=torch.long)
+    batch = replace(
+        batch, ids=batch.ids[same_text], mask=batch.mask[same_text], labels=torch.tensor([0, 1]).repeat(6)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    cancelled = []
+    for _ in range(40):
+        rows = group_rows(model, batch)
+        direction, _ = oracles.cagrad(rows, 0.4)
+        found = torch.cat([g.flatten() for g in update_gradients(model, batch, CAGrad()).values()])
+        assert float((found.double() - direction).norm() / direction.norm()) < 1e-3
+        cancelled.append(float(rows.double().mean(0).norm() / rows.double().norm(dim=1).max()))
+        optimizer.step()
+    assert min(cancelled) < 1e-3
+
+
+def test_combinations_stream_over_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = row_sets()["many"]
+    whole = CAGrad().combine(rows)
+    blocks = _rows._blocks
+    monkeypatch.setattr(_rows, "_blocks", lambda rows: blocks(rows, entries=3 * len(rows)))
+    assert [block.shape for block in _rows._blocks(rows)] == 4 * [(20, 3)]
+    torch.testing.assert_close(CAGrad().combine(rows), whole, rtol=1e-13, atol=1e-13)
 
 
 def test_cagrad_of_one_row_and_of_zero_rows() -> None:
@@ -855,26 +932,130 @@ def test_a_registered_method_goes_the_same_way() -> None:
         same(update_gradients(model, batch, method, split=split), twin.gradients(loss))
 
 
+class Positional(Method):
+    """Hooks by position, under parameter names of its own."""
+
+    name: ClassVar[str] = "positional"
+
+    def terms(self, step: Pass) -> Tensor | None:
+        return 0.5 * step.task_loss
+
+
+def test_hooks_are_called_by_position() -> None:
+    model, batch = model_and_batch("lora_ffn")
+    found = update_gradients(model, batch, Positional())
+    same(found, {name: 1.5 * grad for name, grad in package_gradients("lora_ffn", "baseline").items()}, 1e-12)
+
+
+def test_a_name_belongs_to_one_class() -> None:
+    class Other(Method):
+        name: ClassVar[str] = "spread"
+
+    class Heir(GAR):
+        """Forgets a name of its own."""
+
+    class Nameless(Method):
+        pass
+
+    class Odd(Method):
+        name: ClassVar[str] = "my method"
+
+    with registered(Spread):
+        with pytest.raises(UserError, match=r"Other has the name 'spread', which .*\.Spread has already"):
+            register(Other)
+        assert REGISTRY["spread"] is Spread
+        again = type("Spread", (Spread,), {"__module__": Spread.__module__, "__qualname__": "Spread"})
+        assert register(again) is again, "its module was imported again"
+        assert REGISTRY["spread"] is again
+    with pytest.raises(UserError, match=r"Heir has the name 'gar', which gar\.methods\.gar\.GAR has already"):
+        register(Heir)
+    for cls, found in ((Nameless, "no name"), (Odd, "the name 'my method'")):
+        with pytest.raises(UserError, match=rf"{cls.__name__} has {found}; expected name = ") as caught:
+            register(cls)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"expected a subclass of gar\.methods\.Method"):
+        register(Tiny)  # type: ignore[arg-type]
+    assert not {"spread", "my method"} & REGISTRY.keys()
+
+
+# --------------------------------------------------------------------------------------------------
+# What an update tells of its groups, and what a method keeps
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [None, [1, 1, 1, 1, 1], [2, 3]], ids=str)
+@pytest.mark.parametrize("site", list(SITES))
+def test_groups_know_their_task_and_their_selections(site: str, split: list[int] | None) -> None:
+    twin, out, _ = twin_of(site)
+    batch = twin.batch
+    model = make_model(**SITES[site])
+    update = run_passes(model, model, batch, METHODS["gar"], split=split)
+    assert update.tasks.dtype == torch.int64
+    assert update.tasks.tolist() == [task for task, _ in batch.sizes] == [0, 0, 0, 1, 1]
+    assert update.task_count == 2
+    expected = torch.zeros(5, out.chosen.shape[1], dtype=torch.long)
+    for group, chosen in zip(out.unit_groups, out.chosen.long(), strict=True):
+        expected[group] += chosen
+    with torch.no_grad():  # what the forward chose, whatever the step has made of the router
+        for parameter in model.bank.router.parameters():
+            parameter.neg_()
+    assert torch.equal(update.sites[0].selections(), expected)
+    assert int(expected.sum()) == twin.top_k * len(out.chosen)
+    routing = update.sites[0].parts[0].routing
+    assert not routing.gates.requires_grad
+    assert not routing.logits.requires_grad
+
+
+def test_task_numbers_give_the_joint_use_of_tasks_and_experts() -> None:
+    """What a method on the dependence of tasks and experts needs: one-hot tasks times probabilities."""
+    model, batch = model_and_batch("lora_ffn")
+    update = run_passes(model, model, batch.reordered([3, 0, 4, 2, 1]), METHODS["gar"], split=[2, 3])
+    one_hot = nn.functional.one_hot(update.tasks, update.task_count).double()
+    joint = one_hot.T @ update.sites[0].probabilities()
+    twin, out, _ = twin_of("lora_ffn")
+    p = twin.group_probabilities(out.gates)
+    expected = torch.stack([p[:3].sum(0), p[3:].sum(0)])
+    torch.testing.assert_close(joint, expected)
+    assert joint.requires_grad
+
+
+def test_a_state_reaches_every_hook() -> None:
+    class Remembers(Method):
+        name: ClassVar[str] = "remembers"
+
+        def initial_state(self, model: nn.Module) -> State:
+            return {"seen": torch.zeros(3)}
+
+        def terms(self, pass_: Pass) -> None:
+            pass_.state["seen"][0] += 1
+
+        def finish(self, update: Update) -> None:
+            update.state["seen"][1] += 1
+
+        def after_step(self, update: Update) -> None:
+            update.state["seen"][2] += 1
+
+    model, batch = model_and_batch("lora_ffn")
+    state = Remembers().initial_state(model)
+    update = run_passes(model, model, batch, Remembers(), split=[2, 3], state=state)
+    Remembers().after_step(update)
+    assert update.state is state
+    assert update.state["seen"].tolist() == [2, 1, 1]
+    plain = run_passes(model, model, batch, Baseline())
+    assert Baseline().initial_state(model) is None
+    assert plain.state is None
+    Baseline().after_step(plain)
+
+
 # --------------------------------------------------------------------------------------------------
 # Nobody else knows which method runs
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
+#: Rooms that deal with the paper's methods as such: its presets, the reference of comparisons, their tables.
+BY_NAME = ("methods", "presets", "sweeps", "report", "cli")
 ELSEWHERE = sorted(
-    path
-    for part in (
-        "training",
-        "model",
-        "evaluation",
-        "features",
-        "runs",
-        "data",
-        "observation",
-        "nn",
-        "routing.py",
-        "metrics",
-    )
-    for path in ([PACKAGE / part] if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
+    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in BY_NAME
 )
 
 

@@ -325,3 +325,26 @@ def test_oracle_twins_tell_experts_apart() -> None:
     p["experts.B"] = bank.experts.B.detach()
     gap = oracles.global_norm([bank(x)[0].detach() - twin(bank, p, x).detach()])
     assert gap > 1e-2
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_the_input_gradient_of_an_ffn_bank_does_not_depend_on_threads(top_k: int) -> None:
+    """A unit's contributions come from several experts; they are added up expert by expert."""
+    bank = RoutedFFN(64, 8, experts=8, top_k=top_k)
+    randomize(bank)
+    x = torch.randn(2048, 64, requires_grad=True)
+    weight = torch.randn(2048, 64)
+
+    def gradient(threads: int) -> Tensor:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            selected = bank.router(x.detach()).selected
+            out = bank.experts(x, selected.float() / top_k, selected)
+            return torch.autograd.grad((out * weight).sum(), x)[0]
+        finally:
+            torch.set_num_threads(before)
+
+    alone = gradient(1)
+    for _ in range(3):
+        assert torch.equal(gradient(2), alone)

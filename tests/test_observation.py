@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gar
 from gar.nn import Factors, RoutedExperts, RoutedFFN, RoutedLoRA
-from gar.observation.observe import Grouping, Observed
+from gar.observation import Grouping, Observed
 from support import oracles
 from support.tiny import randomize, relative_error, twin_experts, twin_gates
 

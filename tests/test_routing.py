@@ -159,3 +159,30 @@ def test_a_single_expert_has_gate_one_and_no_router_gradient() -> None:
     assert torch.equal(routing.gates, torch.ones(5, 1))
     (grad,) = torch.autograd.grad(routing.gates.sum() * 3, router.weight)
     assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_a_selection_bias_chooses_and_does_nothing_else(top_k: int) -> None:
+    torch.manual_seed(0)
+    router = Router(6, 5, top_k).double()
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    plain = router(x)
+    assert "selection_bias" not in router.state_dict()
+    bias = router.add_selection_bias()
+    assert bias.dtype == torch.float64
+    assert torch.equal(router(x).gates, plain.gates), "zeros change nothing"
+    with torch.no_grad():
+        bias.copy_(torch.tensor([0.0, 3.0, 0.0, -3.0, 0.1]))
+    assert router.add_selection_bias() is bias, "asked for twice, it is the same one"
+    found = router(x)
+    assert torch.equal(found.logits, plain.logits)
+    assert torch.equal(found.selected, oracles.selected(plain.logits + bias, top_k))
+    hidden = plain.logits.masked_fill(~found.selected, float("-inf")).softmax(-1)
+    torch.testing.assert_close(found.gates, hidden if top_k > 1 else found.selected.double())
+    if top_k < 5:
+        assert not torch.equal(found.selected, plain.selected)
+    found.gates[..., 0].sum().backward()
+    assert router.weight.grad is not None
+    assert bias.grad is None
+    assert "selection_bias" in router.state_dict()
+    assert {name for name, _ in router.named_parameters()} == {"weight", "bias"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gar.config import Config
 from gar.data import Mixture
@@ -17,14 +18,23 @@ from gar.data.batches import Group, Updates
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
 from gar.features.sources import make_sources, tokenized
-from gar.methods import Method, from_config
-from gar.methods.update import Pass
+from gar.methods import REGISTRY, Method, Pass, State, Update, from_config
 from gar.model.multitask import MultiTaskModel
+from gar.nn import expert_banks
 from gar.runs.history import History, read_lines
-from gar.training import TrainingFailure, fit, train
-from gar.training import updater as step
-from gar.training.loop import warmup_factor
-from gar.training.updater import UpdateOptions, broken_group, dropout_mask, run_update
+from gar.training import (
+    Hooks,
+    Interrupted,
+    TrainingFailure,
+    Updater,
+    checkpoint,
+    fit,
+    train,
+    train_from_config,
+)
+from gar.training import updater as module
+from gar.training.checkpoint import state_tensors
+from gar.training.updater import Outcome, dropout_mask, warmup_factor
 from support import oracles, tiny_runs
 from support.tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
 
@@ -47,16 +57,18 @@ def schedule_of(mixture: Mixture, seed: int = 0) -> Updates:
     return Updates(NAMES, sizes, mixture.batch_size, mixture.group_size, seed)
 
 
-def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
-    """Group losses and all gradients of one update."""
+def updater_of(config: Config, randomized: bool = False) -> Updater:
     model, mixture = tiny_runs.load(config, randomized)
     source, _ = make_sources(model, mixture, config.cache)
-    options = UpdateOptions(NAMES, config.observation, config.max_tokens_per_pass, config.seed)
-    groups = schedule_of(mixture, config.seed).groups(number)
-    model.train()
-    losses = run_update(model, source, groups, config.method, number, options)
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return losses, grads
+    return Updater(model.train(), source, config, NAMES)
+
+
+def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
+    """Group losses and all gradients of one update."""
+    updater = updater_of(config, randomized)
+    update = updater.gradients(updater.schedule.groups(number), number)
+    parameters = updater.model.named_parameters()
+    return update.losses, {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def trained(config: Config, **options: Any) -> tuple[MultiTaskModel, dict[str, Any]]:
@@ -209,22 +221,18 @@ class HeadsOnly(Method):
 
     name: ClassVar[str] = "heads_only"
 
-    def backward(self, step: Pass) -> None:
-        heads = [p for p in step.parameters if p.shape[0] in (2, 3) and p.dim() <= 2 and p.shape[-1] != 2]
-        grads = torch.autograd.grad(step.task_loss, heads, allow_unused=True)
+    def backward(self, pass_: Pass) -> None:
+        heads = [p for p in pass_.parameters if p.shape[0] in (2, 3) and p.dim() <= 2 and p.shape[-1] != 2]
+        grads = torch.autograd.grad(pass_.task_loss, heads, allow_unused=True)
         for parameter, grad in zip(heads, grads, strict=True):
             parameter.grad = grad
 
 
 def test_every_weight_decays_whatever_the_method_reaches(world: Path) -> None:
     """AdamW passes over parameters without gradient; its moments must not depend on the method."""
-    config = make_config(world, optimizer__updates=1)
-    model, mixture = tiny_runs.load(config, randomized=True)
-    source, _ = make_sources(model, mixture, config.cache)
-    model.train()
-    run_update(model, source, schedule_of(mixture).groups(0), HeadsOnly(), 0, UpdateOptions(NAMES))
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(grad is not None for grad in grads.values())
+    _, grads = one_update(make_config(world, method=HeadsOnly()))
+    model, _ = tiny_runs.load(make_config(world))
+    assert list(grads) == [name for name, p in model.named_parameters() if p.requires_grad]
     assert not grads["bank.experts.A"].any()
     assert grads["heads.task_mood.weight"].any()
 
@@ -236,7 +244,7 @@ def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
     """What two updates drew: examples and expert dropout mask of every group; and the first losses."""
     drawn: list[Any] = []
     first: list[Tensor] = []
-    original, original_run = step.dropout_mask, run_update
+    original, original_run = dropout_mask, Updater.run
 
     def watched(
         model: MultiTaskModel, lengths: Any, groups: Sequence[Group], number: int, seed: int
@@ -246,13 +254,13 @@ def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
             drawn.append((number, group.number, group.examples.tolist(), None if keep is None else keep))
         return original(model, lengths, groups, number, seed)
 
-    def noting(*args: Any) -> Tensor:
-        losses = original_run(*args)
-        first.append(losses)
-        return losses
+    def noting(updater: Updater, number: int) -> Outcome:
+        outcome = original_run(updater, number)
+        first.append(torch.tensor(outcome.losses, dtype=torch.float64))
+        return outcome
 
-    monkeypatch.setattr(step, "dropout_mask", watched)
-    monkeypatch.setattr("gar.training.loop.run_update", noting)
+    monkeypatch.setattr(module, "dropout_mask", watched)
+    monkeypatch.setattr(Updater, "run", noting)
     trained(float64(world, optimizer__updates=2, **changes))
     monkeypatch.undo()
     return drawn, first[0]
@@ -288,7 +296,7 @@ def test_another_seed_draws_another_start_order_and_dropout(
     other, found = keeps_of(world, monkeypatch, backbone__trainable=True, seed=1)
     assert not torch.equal(losses, found)
     assert [entry[2] for entry in drawn] != [entry[2] for entry in other]
-    monkeypatch.setattr(step, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
+    monkeypatch.setattr(module, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
     _, moved = keeps_of(world, monkeypatch, backbone__trainable=True)
     assert not torch.equal(losses, moved)
 
@@ -347,7 +355,7 @@ def test_an_update_does_not_depend_on_its_passes(
     for limit in (1, 60, 10**6):
         assert_same_update(one_update(float64(world, max_tokens_per_pass=limit, **changes)), expected)
     for cost in (0, 10**9):
-        monkeypatch.setattr(step, "PASS_COST", {"cpu": cost})
+        monkeypatch.setattr(module, "PASS_COST", {"cpu": cost})
         assert_same_update(one_update(float64(world, **changes)), expected)
 
 
@@ -398,8 +406,6 @@ def test_epochs_count_the_largest_task(world: Path) -> None:
 
 
 def test_features_and_updates_are_counted_once_through(world: Path, tmp_path: Path) -> None:
-    from gar.training import Hooks
-
     features: list[tuple[int, int]] = []
     seen: list[tuple[int, int, float]] = []
     hooks = Hooks(features=lambda *n: features.append(n), update=lambda *n: seen.append(n))
@@ -444,33 +450,244 @@ def test_a_non_finite_gradient_names_update_task_and_group(
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * torch.inf
 
-    original = step.group_losses
+    original = Updater.group_losses
     broken = 4  # the second group of nli
 
-    def watched(model: Any, source: Any, groups: Any, total: int, number: int, options: Any) -> Any:
-        losses, of_groups = original(model, source, groups, total, number, options)
+    def watched(updater: Updater, groups: Any, number: int, total: int) -> Any:
+        losses, of_groups = original(updater, groups, number, total)
         rows = list(losses.unbind())
         for n, group in enumerate(groups):
             if number == 2 and group.number == broken:
                 rows[n] = Cliff.apply(rows[n])
         return torch.stack(rows), of_groups
 
-    monkeypatch.setattr(step, "group_losses", watched)
+    monkeypatch.setattr(Updater, "group_losses", watched)
     with pytest.raises(TrainingFailure, match=r"^update 3: the gradient of task nli, group 4 is not finite"):
         trained(make_config(world))
 
 
 def test_a_group_is_blamed_only_for_its_own_gradient(world: Path) -> None:
-    config = make_config(world)
-    model, mixture = tiny_runs.load(config)
-    source, _ = make_sources(model, mixture, config.cache)
-    groups = schedule_of(mixture).groups(0)
-    assert broken_group(model, source, groups, 0, UpdateOptions(NAMES)) is None
+    updater = updater_of(make_config(world))
+    groups = updater.schedule.groups(0)
+    assert updater.broken_group(groups, 0) is None
     with torch.no_grad():
-        model.heads["task_nli"].weight.fill_(torch.nan)
-    found = broken_group(model, source, groups, 0, UpdateOptions(NAMES))
+        updater.model.heads["task_nli"].weight.fill_(torch.nan)
+    found = updater.broken_group(groups, 0)
     assert found is not None
     assert NAMES[found.task] == "nli"
+
+
+# ---------------------------------------------------------------------- one update, and what methods keep
+
+
+def test_the_loop_runs_the_updater(world: Path) -> None:
+    config = make_config(world, method__name="gar", optimizer__warmup=0.5)
+    by_loop, _ = trained(config)
+    updater = updater_of(config)
+    assert updater.total == 5
+    outcomes = [updater.run(number) for number in range(5)]
+    assert same_bits(weights(by_loop), weights(updater.model))
+    rates = [config.optimizer.learning_rate * oracles.warmup_factor(n, 5, "0.5") for n in range(5)]
+    assert [outcome.learning_rate for outcome in outcomes] == pytest.approx(rates, rel=1e-15)
+    groups = updater.schedule.groups(4)
+    assert len(outcomes[4].losses) == len(groups)
+    weighted = sum(g.task_weight * loss for g, loss in zip(groups, outcomes[4].losses, strict=True))
+    assert sum(outcomes[4].tasks.values()) / 2 == pytest.approx(weighted, rel=1e-12)
+
+
+def test_the_norm_of_float32_gradients_has_the_digits_of_float64() -> None:
+    """A float32 sum of this length is off in the sixth digit, and elsewhere with other threads."""
+    parts = [1e-3 * torch.randn(shape) for shape in ((300, 1000), (7,), (2, 3, 5))]
+    expected = float(torch.cat([part.double().flatten() for part in parts]).norm())
+    assert float(module.total_norm(parts)) == pytest.approx(expected, rel=1e-14)
+
+
+class Balanced(Method):
+    """A toy of loss-free balancing: a running load, and a bias that lifts what it finds too rarely chosen."""
+
+    name: ClassVar[str] = "balanced"
+    speed: float = 0.05
+
+    @property
+    def observes(self) -> frozenset[str]:
+        return frozenset({"routing"})
+
+    def initial_state(self, model: nn.Module) -> State:
+        (bank,) = expert_banks(model)
+        bias = bank.router.add_selection_bias()
+        return {"load": torch.rand_like(bias), "bias": bias, "updates": torch.zeros((), dtype=torch.int64)}
+
+    def after_step(self, update: Update) -> None:
+        assert not torch.is_grad_enabled()
+        load, bias = update.state["load"], update.state["bias"]
+        (site,) = update.sites
+        counts = site.selections().sum(0).to(load.dtype)
+        load.mul_(0.7).add_(0.3 * counts / counts.sum())
+        bias.add_(self.speed * (load.mean() - load).sign())
+        update.state["updates"].add_(1)
+
+
+class Remembering(Method):
+    """Keeps a module: the mean of the heads' weights over the updates, after the step."""
+
+    name: ClassVar[str] = "remembering"
+
+    def initial_state(self, model: nn.Module) -> State:
+        assert isinstance(model, MultiTaskModel)
+        kept = nn.ModuleDict({"head": nn.Linear(32, 3)})
+        kept.register_buffer("updates", torch.zeros(()))
+        return kept
+
+    def after_step(self, update: Update) -> None:
+        kept, head = update.state, update.passes[0].parameters[-2]
+        kept.updates += 1
+        kept["head"].weight += (head - kept["head"].weight) / kept.updates
+
+
+@pytest.fixture
+def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (Balanced, Remembering):
+        monkeypatch.setitem(REGISTRY, cls.name, cls)
+
+
+def interrupted(config: Config, out: Path, after: int) -> None:
+    def stop(done: int, total: int, loss: float) -> None:
+        if done == after:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train_from_config(config, out, hooks=Hooks(update=stop))
+
+
+def watched_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The method's state after every update, as copies."""
+    seen: list[dict[str, Tensor]] = []
+    original = Updater.run
+
+    def run(updater: Updater, number: int) -> Outcome:
+        outcome = original(updater, number)
+        seen.append({name: t.detach().clone() for name, t in state_tensors(updater.state).items()})
+        return outcome
+
+    monkeypatch.setattr(Updater, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["balanced", "remembering"])
+def test_what_a_method_keeps_survives_a_resume_to_the_last_bit(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_methods: None, name: str
+) -> None:
+    config = make_config(world, method__name=name, optimizer__updates=6, checkpoint__every=2)
+    states = watched_states(monkeypatch)
+    result = train_from_config(config, tmp_path / "whole")
+    whole = states.copy()
+    assert len(whole) == 6
+    assert not any(torch.equal(whole[0][key], whole[-1][key]) for key in whole[0] if "head.bias" not in key)
+    states.clear()
+    out = tmp_path / "run"
+    interrupted(config, out, after=3)
+    assert (out / "checkpoints" / "00000003" / checkpoint.METHOD).is_file()
+    said: list[str] = []
+    resumed = train_from_config(config, out, resume=True, hooks=Hooks(message=said.append))
+    assert not said
+    assert len(states) == 6
+    for mine, theirs in zip(states, whole, strict=True):
+        assert same_bits(mine, theirs)
+    assert {k: v for k, v in resumed.items() if k != "timing"} == {
+        k: v for k, v in result.items() if k != "timing"
+    }
+    for file in ("history.jsonl", "model/model.safetensors"):
+        assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_selection_bias_belongs_to_the_model(world: Path, tmp_path: Path, own_methods: None) -> None:
+    """It changes what is chosen in training and afterwards; a saved model brings it along."""
+    config = make_config(world, method={"name": "balanced", "speed": 0.5})
+    train_from_config(config, tmp_path / "run")
+    loaded = MultiTaskModel.from_pretrained(tmp_path / "run" / "model")
+    model, _ = trained(config)
+    bias = loaded.bank.router.selection_bias
+    assert bias is not None
+    assert bias.abs().max() > 0.4
+    other = model.bank.router.selection_bias
+    assert other is not None
+    assert torch.equal(bias, other)
+    texts = ["w1 w2", "w25 w11 w3"]
+    found = loaded.predict_probabilities("mood", texts)
+    assert torch.equal(found, model.predict_probabilities("mood", texts))
+    with torch.no_grad():
+        bias.copy_(torch.tensor([-100.0, 0.0, 100.0]))
+    assert not torch.equal(found, loaded.predict_probabilities("mood", texts))
+    with_none, _ = trained(make_config(world, method={"name": "balanced", "speed": 0.0}))
+    assert same_bits(
+        weights(trained(make_config(world, method__name="baseline"))[0]),
+        {name: t for name, t in weights(with_none).items() if "selection_bias" not in name},
+    )
+
+
+def test_the_start_of_a_state_depends_on_the_seed_alone(world: Path, own_methods: None) -> None:
+    def start(seed: int) -> Tensor:
+        torch.rand(3)
+        state = updater_of(make_config(world, method__name="balanced", seed=seed)).state
+        assert isinstance(state, dict)
+        return state["load"]
+
+    assert torch.equal(start(1), start(1))
+    assert not torch.equal(start(1), start(2))
+
+
+def test_a_checkpoint_of_a_method_without_state_has_no_file_for_it(world: Path, tmp_path: Path) -> None:
+    interrupted(make_config(world, method__name="gar"), tmp_path, after=2)
+    (found,) = (tmp_path / "checkpoints").iterdir()
+    assert {path.name for path in found.iterdir()} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    }
+
+
+@pytest.mark.parametrize("how", ["flip", "remove", "another shape"])
+def test_a_damaged_or_foreign_state_is_passed_over_with_a_line(
+    world: Path, tmp_path: Path, own_methods: None, how: str
+) -> None:
+    config = make_config(world, method__name="balanced", optimizer__updates=6, checkpoint__every=2)
+    train_from_config(config, tmp_path / "whole")
+    out = tmp_path / "run"
+    interrupted(config, out, after=4)
+    path = out / "checkpoints" / "00000004" / checkpoint.METHOD
+    if how == "flip":
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif how == "remove":
+        path.unlink()
+    else:
+        updater = updater_of(config)
+        state = {"load": torch.zeros(4)}
+        checkpoint.save(path.parent.parent, 4, updater.model, updater.optimizer, {"seconds": 1.0}, 2, state)
+    said: list[str] = []
+    train_from_config(config, out, resume=True, hooks=Hooks(message=said.append))
+    (line,) = said
+    assert line.startswith(f"checkpoint {path.parent} is damaged (")
+    assert line.endswith("); trying the one before it")
+    assert checkpoint.METHOD in line
+    for file in ("history.jsonl", "model/model.safetensors"):
+        assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_state_that_is_no_longer_finite_is_not_kept(world: Path, own_methods: None) -> None:
+    config = make_config(world, method={"name": "balanced", "speed": 1e39}, optimizer__updates=1)
+    with pytest.raises(TrainingFailure, match=r"^update 1: .*bias is no longer finite"):
+        trained(config)
+
+
+def test_groups_know_their_task_in_a_run(world: Path) -> None:
+    updater = updater_of(make_config(world, method__name="gar", max_tokens_per_pass=60))
+    groups = updater.schedule.groups(0)
+    update = updater.gradients(groups, 0)
+    assert len(update.passes) > 1
+    assert update.tasks.tolist() == [group.task for group in groups]
+    assert update.task_count == 2
 
 
 # ---------------------------------------------------------------------- from Python

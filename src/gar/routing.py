@@ -29,6 +29,10 @@ class Routing:
         """``q_n`` [rows, E]: gates averaged over a row's valid tokens; [N, E] gates pass unchanged."""
         return mean_over_tokens(self.gates, self.mask)
 
+    def detach(self) -> Routing:
+        """The same decisions without their graph."""
+        return Routing(self.logits.detach(), self.gates.detach(), self.selected, self.mask)
+
 
 def select(logits: Tensor, top_k: int) -> Tensor:
     """The k largest logits of each row as a bool mask [..., E]; ties go to one of the equal experts."""
@@ -79,7 +83,13 @@ class Router(nn.Module):
 
     ``top_k=1`` gives the straight-through gate, except with a single expert, whose gate is always 1.
     Weights start as N(0, 0.02^2), the bias as zero: a zero router would tie every top-k.
+
+    ``selection_bias`` [E], absent (None) until :meth:`add_selection_bias`, is added to the logits where
+    experts are chosen and nowhere else: gates and gradients come from the logits alone. It is a buffer, no
+    parameter: who adds it also changes it (a method after the step), and it is saved with the model.
     """
+
+    selection_bias: Tensor | None
 
     def __init__(self, features: int, experts: int, top_k: int) -> None:
         super().__init__()
@@ -88,7 +98,15 @@ class Router(nn.Module):
         self.features, self.experts, self.top_k = features, experts, top_k
         self.weight = nn.Parameter(torch.empty(experts, features))
         self.bias = nn.Parameter(torch.zeros(experts))
+        self.register_buffer("selection_bias", None)
         self.reset_parameters()
+
+    def add_selection_bias(self) -> Tensor:
+        """The selection bias [E], float32 or wider, to be changed in place; zeros from the first call on."""
+        if self.selection_bias is None:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.selection_bias = torch.zeros(self.experts, dtype=wide, device=self.weight.device)
+        return self.selection_bias
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=ROUTER_STD)
@@ -103,7 +121,8 @@ class Router(nn.Module):
 
     def gate(self, logits: Tensor, mask: Tensor | None = None) -> Routing:
         """The configured gate on given logits [..., E]."""
-        selected = select(logits, self.top_k)
+        bias = self.selection_bias
+        selected = select(logits if bias is None else logits + bias.to(logits), self.top_k)
         gates = _one_hot_gate(logits, selected) if self.top_k == 1 else _softmax_over(logits, selected)
         if mask is not None:
             valid = mask.bool().unsqueeze(-1)

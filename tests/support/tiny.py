@@ -7,9 +7,9 @@ computes the same losses through :mod:`oracles` over the valid tokens alone, so 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gar.methods import Method
-from gar.methods.update import GroupWeights, Pass, Update
+from gar.methods import GroupWeights, Method, Update
 from gar.nn import FFNExperts, LoRAExperts, RoutedExperts, RoutedFFN, RoutedHead, RoutedLoRA
-from gar.observation.observe import Observed, observe
+from gar.training import fill_gradients
 from support import oracles
 
 WIDTH, VOCABULARY, CLASSES = 4, 9, (2, 3)
@@ -67,6 +66,12 @@ class Batch:
         keep = None if self.keep is None else self.keep[chosen]
         moved = {name: getattr(self, name)[chosen] for name in ("ids", "mask", "labels", "tasks", "groups")}
         return replace(self, keep=keep, **moved)
+
+    def weights(self, dtype: torch.dtype, total: int | None = None) -> GroupWeights:
+        """Of its groups, ``total`` of which make the update (default: they all do)."""
+        v, w = (torch.tensor(weights, dtype=dtype) for weights in (self.v, self.w))
+        tasks = torch.tensor([task for task, _ in self.sizes])
+        return GroupWeights(self.groups, v, w, total or len(self.sizes), tasks, len(CLASSES))
 
     def part(self, first: int, last: int) -> Batch:
         """Groups first, ..., last - 1 alone, numbered from 0, with their weights in the update."""
@@ -205,40 +210,31 @@ def run_passes(
     split: Sequence[int] | None = None,
     scale: float = 1.0,
     observed: Sequence[nn.Module] | None = None,
+    state: Any = None,
 ) -> Update:
-    """One update as a trainer runs it: observe, forward, the method's backward, captures, ``finish``.
+    """The gradients of one update as a run fills them.
 
     ``split`` is the number of groups of each pass, ``scale`` multiplies every loss, ``observed`` are the
-    modules to observe (default: the model).
+    modules to observe (default: the model), ``state`` is the method's own.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.grad = None
     ends = list(accumulate(split or [len(batch.sizes)]))
     assert ends[-1] == len(batch.sizes)
-    wants = "gradients" in method.observes
-    steps: list[Pass] = []
-    scratch: dict[str, Any] = {}
-    for first, last in zip([0, *ends[:-1]], ends, strict=True):
-        part = batch.part(first, last)
-        watching: contextlib.AbstractContextManager[Observed | None] = (
-            observe(*(observed or [model])) if method.observes else contextlib.nullcontext()
-        )
-        with watching as seen:
-            rows = losses_of(part)
-            v, w = (torch.tensor(weights, dtype=rows.dtype) for weights in (part.v, part.w))
-            weights = GroupWeights(part.groups, v, w, len(batch.sizes))
-            step = Pass.of(scale * weights.grouping.mean(rows), weights, parameters, seen, scratch)
-            if wants and observation == "per_group":
-                step.capture_per_group()
-            method.backward(step)
-            if wants and observation == "one_pass":
-                step.capture_one_pass()
-        step.release()
-        steps.append(step)
-    update = Update(steps)
-    method.finish(update)
-    return update
+
+    def forward(part: Batch) -> tuple[Tensor, GroupWeights]:
+        rows = losses_of(part)
+        weights = part.weights(rows.dtype, len(batch.sizes))
+        return scale * weights.grouping.mean(rows), weights
+
+    parts = (batch.part(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True))
+    return fill_gradients(
+        method,
+        (partial(forward, part) for part in parts),
+        parameters,
+        observed or [model],
+        observation=observation,
+        state=state,
+    )
 
 
 def named_gradients(model: nn.Module) -> Gradients:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from gar.errors import UserError, nearest, one_of
-from gar.methods.base import Choices, Method
+from gar.methods._rows import GradientCombination
+from gar.methods.base import Choices, Method, State
 from gar.methods.baseline import Baseline
 from gar.methods.cagrad import CAGrad
 from gar.methods.gar import GAR
@@ -17,6 +19,7 @@ from gar.methods.stgc import STGC
 from gar.methods.stgc_load import STGCLoad
 from gar.methods.switch_aux import SwitchAux
 from gar.methods.torchjd import TorchJD
+from gar.methods.update import GroupWeights, Pass, Site, Update, UpdateSite
 
 REGISTRY: dict[str, type[Method]] = {
     cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
@@ -26,12 +29,29 @@ REGISTRY: dict[str, type[Method]] = {
 def register(cls: type[Method]) -> type[Method]:
     """Make a method class available by its ``name`` (usable as a decorator).
 
-    Raises ``ValueError`` where another method has its label: tables could not tell them apart.
+    A name of letters, digits, ``.``, ``_`` and ``-`` and a label that no other class has; a module that is
+    imported again may register its classes again.
     """
+    where = f"method class {cls.__module__}.{cls.__qualname__}"
+    if not issubclass(cls, Method):
+        raise UserError(f"{where} cannot be registered; expected a subclass of gar.methods.Method")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        found = "no name" if name is None else f"the name {name!r}"
+        raise UserError(f"{where} has {found}; expected name = \"…\" of letters, digits, '.', '_' and '-'")
+    other = REGISTRY.get(name, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UserError(
+            f"{where} has the name {name!r}, which {other.__module__}.{other.__qualname__} has already; "
+            "expected a name of its own"
+        )
     for other in REGISTRY.values():
-        if other.label == cls.label and other.name != cls.name:
-            raise ValueError(f"method {cls.name}: {other.name} is labelled {cls.label!r} too")
-    REGISTRY[cls.name] = cls
+        if other.label == cls.label and other.name != name:
+            raise UserError(
+                f"{where} has the label {cls.label!r}, which {other.name} has already; "
+                "expected one of its own, since tables could not tell them apart"
+            )
+    REGISTRY[name] = cls
     return cls
 
 
@@ -70,11 +90,18 @@ __all__ = [
     "Baseline",
     "CAGrad",
     "Choices",
+    "GradientCombination",
+    "GroupWeights",
     "LoadPenalty",
     "Method",
+    "Pass",
     "STGCLoad",
+    "Site",
+    "State",
     "SwitchAux",
     "TorchJD",
+    "Update",
+    "UpdateSite",
     "from_config",
     "register",
 ]

@@ -1,12 +1,15 @@
 """What a training method may contribute to one update.
 
-A method is a frozen pydantic model whose fields are its hyper-parameters, and any of three hooks:
+A method is a frozen pydantic model whose fields are its hyper-parameters, and any of four hooks:
 
 * :meth:`Method.terms` - differentiable terms added to the task loss before the one backward of a pass;
 * :meth:`Method.router_loss` - a loss over detached captures, back-propagated after the last pass;
-* :meth:`Method.backward` and :meth:`Method.finish` - its own backward (CAGrad).
+* :meth:`Method.backward` and :meth:`Method.finish` - its own backward (CAGrad);
+* :meth:`Method.initial_state` and :meth:`Method.after_step` - saved state of its own, changed after the
+  optimizer's step.
 
 It declares in :attr:`Method.observes` what has to be captured; the training loop never asks which one runs.
+An update runs in passes, each one forward of whole same-task groups; all passes make one optimizer step.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from gar.methods.update import Pass, Update
+
+#: What a method keeps from update to update: named tensors, or a module (its ``state_dict`` is kept).
+State = dict[str, Tensor] | nn.Module
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,23 @@ class Method(BaseModel):
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""
         return None
 
-    def terms(self, step: Pass) -> Tensor | None:
+    def initial_state(self, model: nn.Module) -> State | None:
+        """The state that this method keeps, made before the first update; None: it keeps none.
+
+        ``model`` is the one in training, on its device (:func:`gar.nn.expert_banks` finds its experts). The
+        state is found as ``state`` in every :class:`Pass` and :class:`Update`, is part of checkpoints, and a
+        resumed run goes on from it: what a method remembers belongs there, never on the method itself.
+        """
+        return None
+
+    def terms(self, pass_: Pass) -> Tensor | None:
         """A scalar added to the task loss of one pass before its backward."""
         return None
 
-    def backward(self, step: Pass) -> None:
-        """Fill ``.grad`` from one pass; the default is one ordinary backward."""
-        loss = step.task_loss
-        extra = self.terms(step)
+    def backward(self, pass_: Pass) -> None:
+        """Add one pass to every ``.grad``; the default is one ordinary backward."""
+        loss = pass_.task_loss
+        extra = self.terms(pass_)
         (loss if extra is None else loss + extra).backward()
 
     def router_loss(self, update: Update) -> Tensor | None:
@@ -83,10 +98,17 @@ class Method(BaseModel):
         return None
 
     def finish(self, update: Update) -> None:
-        """After the last pass of an update."""
+        """After the last pass of an update, before the gradients are clipped."""
         loss = self.router_loss(update)
         if loss is not None:
             loss.backward()
+
+    def after_step(self, update: Update) -> None:
+        """Change ``update.state`` after the optimizer's step, without gradients.
+
+        The routing of the update's forwards is still there (:meth:`UpdateSite.selections`); anything
+        recomputed now, like ``probabilities()``, comes from the new weights.
+        """
 
     def to_config(self) -> dict[str, Any]:
         """``{"name": ..., hyper-parameters}``."""

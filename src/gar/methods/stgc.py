@@ -39,16 +39,16 @@ class STGC(Method):
             )
         return None
 
-    def terms(self, step: Pass) -> Tensor | None:
+    def terms(self, pass_: Pass) -> Tensor | None:
         if not self.coefficient:
             return None
         return self.coefficient * sum(
-            (_site_loss(s, step) for s in step.sites), start=step.losses.new_zeros(())
+            (_site_loss(s, pass_) for s in pass_.sites), start=pass_.losses.new_zeros(())
         )
 
 
-def _site_loss(site: Site, step: Pass) -> Tensor:
-    conflict = conflicts(site, site.observation.output_gradient(step.task_loss))
+def _site_loss(site: Site, pass_: Pass) -> Tensor:
+    conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
     away = torch.log_softmax(-site.routing.logits, -1)
     chosen = torch.where(conflict, away, torch.zeros_like(away))
     grouping = site.weights.grouping

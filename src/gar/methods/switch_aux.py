@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gar.methods.base import Method
 from gar.methods.update import Pass, Site
-from gar.observation.observe import mean_over_units
+from gar.observation import mean_over_units
 
 
 class SwitchAux(Method):
@@ -28,11 +28,11 @@ class SwitchAux(Method):
     def observes(self) -> frozenset[str]:
         return frozenset({"routing"}) if self.coefficient else frozenset()
 
-    def terms(self, step: Pass) -> Tensor | None:
+    def terms(self, pass_: Pass) -> Tensor | None:
         if not self.coefficient:
             return None
         return self.coefficient * sum(
-            (_balance(site) for site in step.sites), start=step.losses.new_zeros(())
+            (_balance(site) for site in pass_.sites), start=pass_.losses.new_zeros(())
         )
 
 

@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gar.errors import one_of
+from gar.methods._rows import GradientCombination
 from gar.methods.base import Choices
-from gar.methods.rows import GradientCombination
 
 
 class TorchJD(GradientCombination):

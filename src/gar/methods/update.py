@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gar.nn.bank import RoutedExperts
-from gar.observation.observe import Grouping, Observed, SiteObservation, per_group_gradients
+from gar.nn import RoutedExperts
+from gar.observation import Grouping, Observed, SiteObservation, per_group_gradients
 from gar.routing import Routing
 
 
@@ -20,13 +20,16 @@ class GroupWeights:
     """The groups of one pass: ``groups`` int64 [B] maps its rows to local groups 0..M-1.
 
     ``task_weights`` [M] is ``v_m = |m| / (T B_t)``, ``sample_weights`` [M] is ``|m| / sum_j |j|`` over the
-    whole update, ``total`` the number of groups in the update.
+    whole update, ``total`` the number of groups in the update. ``tasks`` int64 [M] is each group's task, a
+    number in ``[0, task_count)`` in the order of the mixture's tasks.
     """
 
     groups: Tensor
     task_weights: Tensor
     sample_weights: Tensor
     total: int
+    tasks: Tensor
+    task_count: int
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -52,7 +55,7 @@ class Site:
 
     @property
     def routing(self) -> Routing:
-        """Routing of the forward, attached to the graph; only until the backward."""
+        """Routing of the forward; attached to the graph until the pass is over, detached afterwards."""
         return self.observation.routing
 
     def detached_routing(self) -> Routing:
@@ -62,6 +65,11 @@ class Site:
     def probabilities(self) -> Tensor:
         """``p_m`` [M, E]."""
         return self.weights.grouping.mean(self.detached_routing().example_gates())
+
+    def selections(self) -> Tensor:
+        """How often the forward chose each expert in each group, int64 [M, E]: k times a valid unit."""
+        chosen = self.routing.selected.long()
+        return self.weights.grouping.sum(chosen.flatten(1, -2).sum(1) if chosen.dim() > 2 else chosen)
 
     def gradients(self) -> Tensor:
         """``g_m`` [M, d], detached."""
@@ -80,6 +88,8 @@ class Pass:
     sites: list[Site] = field(default_factory=list)
     #: Room for a method's own backward, shared by the passes of one update.
     scratch: dict[str, Any] = field(default_factory=dict)
+    #: What :meth:`Method.initial_state` made, as the last update left it.
+    state: Any = None
 
     @classmethod
     def of(
@@ -89,9 +99,10 @@ class Pass:
         parameters: Sequence[nn.Parameter],
         observed: Observed | None,
         scratch: dict[str, Any] | None = None,
+        state: Any = None,
     ) -> Pass:
         sites = [] if observed is None else [Site(site, weights) for site in observed.sites]
-        return cls(losses, weights, parameters, sites, {} if scratch is None else scratch)
+        return cls(losses, weights, parameters, sites, {} if scratch is None else scratch, state)
 
     @property
     def task_loss(self) -> Tensor:
@@ -138,6 +149,10 @@ class UpdateSite:
         """``q_n`` [n, E] of all examples, differentiable in the router alone."""
         return torch.cat([part.detached_routing().example_gates() for part in self.parts])
 
+    def selections(self) -> Tensor:
+        """How often the update's forwards chose each expert in each group, int64 [M, E]."""
+        return torch.cat([part.selections() for part in self.parts])
+
 
 @dataclass
 class Update:
@@ -147,7 +162,27 @@ class Update:
 
     @property
     def sites(self) -> list[UpdateSite]:
-        return [UpdateSite(parts) for parts in zip(*(step.sites for step in self.passes), strict=True)]
+        return [UpdateSite(parts) for parts in zip(*(each.sites for each in self.passes), strict=True)]
+
+    @property
+    def losses(self) -> Tensor:
+        """The groups' mean losses [M], detached."""
+        return torch.cat([each.losses for each in self.passes])
+
+    @property
+    def tasks(self) -> Tensor:
+        """The task number of every group, int64 [M]; see :attr:`task_count`."""
+        return torch.cat([each.weights.tasks for each in self.passes])
+
+    @property
+    def task_count(self) -> int:
+        """Tasks of the mixture; every task has at least one group in an update."""
+        return self.passes[0].weights.task_count
+
+    @property
+    def state(self) -> Any:
+        """What the method keeps from update to update; see :meth:`Method.initial_state`."""
+        return self.passes[0].state
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:

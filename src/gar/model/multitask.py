@@ -294,6 +294,8 @@ class MultiTaskModel(nn.Module):
 
     def load_owned_state(self, stored: Mapping[str, Tensor], where: str) -> None:
         """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error."""
+        if any(key.endswith(".router.selection_bias") for key in stored):
+            self.bank.router.add_selection_bias()
         own = self.owned_state()
         if missing := sorted(own.keys() - stored.keys()):
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ class FFNExperts(Experts):
     def forward(self, x: Tensor, gates: Tensor, active: Tensor) -> Tensor:
         shape, x = x.shape, x.to(self.W1.dtype).flatten(0, -2)
         units, experts, counts = _pairs(active)
-        pre = self._each(x[units], counts, self.W1, self.b1)
+        rows: Tensor = _Spread.apply(x, units, counts)  # type: ignore[no-untyped-call]
+        pre = self._each(rows, counts, self.W1, self.b1)
         assert self.hidden_module is not None
         out = self._each(self.hidden_module(pre), counts, self.W2, self.b2)
         weight = gates.flatten(0, -2)[units, experts].to(out.dtype)
@@ -95,6 +96,21 @@ class FFNExperts(Experts):
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.hidden_features} -> {self.features}, experts={self.count}"
+
+
+class _Spread(torch.autograd.Function):
+    """``x[units]`` for active pairs. A plain index adds its gradient up in an order that threads decide."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, units: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(units)
+        ctx.counts, ctx.rows = counts, len(x)
+        return x[units]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (units,), (grad,) = ctx.saved_tensors, grads
+        return _add_up(grad, units, ctx.counts, ctx.rows).to(grad.dtype), None, None
 
 
 def _pairs(active: Tensor) -> tuple[Tensor, Tensor, list[int]]:

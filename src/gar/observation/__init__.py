@@ -1,13 +1,8 @@
 """From ONE backward to group gradients and Gram matrices, and the slow reference path beside it."""
 
-from gar.observation.observe import (
-    Grouping,
-    Observed,
-    SiteObservation,
-    mean_over_units,
-    observe,
-    per_group_gradients,
-)
+from gar.observation._grouping import Grouping, mean_over_units
+from gar.observation._reference import per_group_gradients
+from gar.observation.observe import Observed, SiteObservation, observe
 
 __all__ = [
     "Grouping",

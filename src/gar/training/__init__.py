@@ -1,6 +1,17 @@
 """One update, the loop, checkpoints and run directories."""
 
-from gar.training.loop import Hooks, Interrupted, TrainingFailure, fit
+from gar.training.gradients import fill_gradients
+from gar.training.loop import Hooks, Interrupted, fit
 from gar.training.run import train, train_from_config
+from gar.training.updater import TrainingFailure, Updater
 
-__all__ = ["Hooks", "Interrupted", "TrainingFailure", "fit", "train", "train_from_config"]
+__all__ = [
+    "Hooks",
+    "Interrupted",
+    "TrainingFailure",
+    "Updater",
+    "fill_gradients",
+    "fit",
+    "train",
+    "train_from_config",
+]

@@ -5,7 +5,6 @@ Nothing is downloaded: architectures are written here as transformers configurat
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from gar.config import CacheConfig, Config
-from gar.data.batches import Updates
 from gar.data.tokenize import TokenizedSplit
 from gar.features.cache import Features
 from gar.features.sources import CachedSource, RawSource, Source
@@ -28,8 +26,7 @@ from gar.methods import GAR, Baseline, Method
 from gar.model.backbone import DTYPES, prepare
 from gar.model.multitask import MultiTaskModel, TaskInfo, length_bucketed
 from gar.seeds import derive_seed
-from gar.training.loop import make_optimizer
-from gar.training.updater import UpdateOptions, run_update
+from gar.training.updater import TrainingFailure, Updater
 
 
 def _bert(hidden: int, layers: int, heads: int, inner: int) -> PreTrainedConfig:
@@ -150,33 +147,27 @@ def _room(array: torch.Tensor | None, rows: int, like: torch.Tensor) -> torch.Te
 
 
 class Stepper:
-    """Whole updates - groups, gradients, clip, AdamW - of one model under one method."""
+    """Times whole updates of one model under one method."""
 
     def __init__(
         self, config: Config, model: MultiTaskModel, source: Source, method: Method, observation: str
     ) -> None:
-        self.config, self.model, self.source, self.method = config, model, source, method
-        names = list(model.tasks)
-        mixture = config.mixture
-        sizes = [len(lengths) for lengths in source.lengths]
-        self.updates = Updates(names, sizes, mixture.batch_size, mixture.group_size, config.seed)
-        self.options = UpdateOptions(names, observation, config.max_tokens_per_pass, config.seed)
-        self.optimizer, _ = make_optimizer(model, config.optimizer, 100)
+        config = config.model_copy(update={"method": method, "observation": observation})
+        self.updater = Updater(model, source, config, list(model.tasks))
         self.number = 0
         self.finite = True
 
     def step(self) -> float:
         """Seconds of one update."""
-        _synchronize(self.model.device)
+        device = self.updater.model.device
+        _synchronize(device)
         began = time.perf_counter()
-        groups = self.updates.groups(self.number)
-        losses = run_update(self.model, self.source, groups, self.method, self.number, self.options)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.trainable_parameters(), self.config.optimizer.clip)
-        values = [*losses.tolist(), float(norm)]
-        self.optimizer.step()
-        _synchronize(self.model.device)
+        try:
+            self.updater.run(self.number)
+        except TrainingFailure:
+            self.finite = False
+        _synchronize(device)
         self.number += 1
-        self.finite = self.finite and all(map(math.isfinite, values))
         return time.perf_counter() - began
 
 
@@ -186,7 +177,7 @@ def measure(steppers: dict[str, Stepper], repeats: int, warmup: int = 1) -> list
     peaks: dict[str, float | None] = {}
     for turn in range(warmup + repeats):
         for name, stepper in steppers.items():
-            device = stepper.model.device
+            device = stepper.updater.model.device
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             taken = stepper.step()

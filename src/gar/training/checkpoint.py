@@ -1,7 +1,8 @@
 """Checkpoints: atomic, checksummed, the last few kept; never pickled.
 
-``checkpoints/00000200/`` holds model.safetensors, optimizer.safetensors and state.json; state.json carries
-the checksums of the other two and its own, and the directory is renamed into place when it is complete.
+``checkpoints/00000200/`` holds model.safetensors, optimizer.safetensors, method.safetensors where the method
+keeps a state, and state.json; state.json carries the checksums of the others and its own, and the directory
+is renamed into place when it is complete.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from gar.errors import UserError
+from gar.methods import State
 from gar.model.multitask import MultiTaskModel
 from gar.runs.directory import checkpoints
 from gar.runs.files import checksum, sync
 
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER, METHOD = "model.safetensors", "optimizer.safetensors", "method.safetensors"
+STATE = "state.json"
 
 
 def save(
@@ -34,17 +37,24 @@ def save(
     optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
     keep: int,
+    kept: State | None = None,
 ) -> Path:
-    """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`."""
+    """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`.
+
+    ``kept`` is what the method keeps (:meth:`gar.methods.Method.initial_state`).
+    """
     target = root / f"{update:08d}"
     working = root / f".{update:08d}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(working, ignore_errors=True)
         working.mkdir()
-        save_file(model.owned_state(), working / MODEL)
-        save_file(_optimizer_tensors(optimizer), working / OPTIMIZER)
-        files = {name: checksum(working / name) for name in (MODEL, OPTIMIZER)}
+        contents = {MODEL: model.owned_state(), OPTIMIZER: _optimizer_tensors(optimizer)}
+        if own := state_tensors(kept):
+            contents[METHOD] = {name: tensor.detach().clone().contiguous() for name, tensor in own.items()}
+        for name, tensors in contents.items():
+            save_file(tensors, working / name)
+        files = {name: checksum(working / name) for name in contents}
         state = {"update": update, "facts": facts, "files": files}
         (working / STATE).write_text(json.dumps({**state, "digest": _digest(state)}), encoding="utf-8")
         for path in working.iterdir():
@@ -67,11 +77,16 @@ def save(
 
 
 def load(
-    root: Path, model: MultiTaskModel, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]
+    root: Path,
+    model: MultiTaskModel,
+    optimizer: torch.optim.Optimizer,
+    warn: Callable[[str], None],
+    kept: State | None = None,
 ) -> dict[str, Any] | None:
     """Restore the newest intact checkpoint; its ``{"update", "facts"}``, or None without any.
 
-    A damaged one is passed over with a line that says so, and so is the lack of any.
+    ``kept``, what the method keeps, is filled in place. A damaged checkpoint is passed over with a line that
+    says so, and so is the lack of any.
     """
     for path in reversed(checkpoints(root)):
         try:
@@ -83,14 +98,32 @@ def load(
                 if checksum(path / name) != expected:
                     raise ValueError(f"the checksum of {name} differs")
             tensors, moments = load_file(path / MODEL), load_file(path / OPTIMIZER)
+            stored = load_file(path / METHOD) if METHOD in state["files"] else {}
+            own = state_tensors(kept)
+            if _shapes(stored) != _shapes(own):
+                raise ValueError(f"{METHOD} holds {_shapes(stored)}, the method keeps {_shapes(own)}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             warn(f"checkpoint {path} is damaged ({_told(error)}); trying the one before it")
             continue
         model.load_owned_state(tensors, str(path / MODEL))
         _restore(optimizer, moments)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
         return {"update": state["update"], "facts": state["facts"]}
     warn(f"{root}: no intact checkpoint to continue from; training starts from the beginning")
     return None
+
+
+def state_tensors(kept: State | None) -> dict[str, Tensor]:
+    """The tensors that a method keeps, by name, as they are (not copies)."""
+    if isinstance(kept, nn.Module):
+        return dict(kept.state_dict(keep_vars=True))
+    return kept or {}
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
 
 
 def _told(error: Exception) -> str:

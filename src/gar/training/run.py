@@ -27,7 +27,8 @@ from gar.runs.names import MODEL, SCHEMA
 from gar.runs.result import RunResult
 from gar.runs.tracking import Tracker
 from gar.training.card import model_card
-from gar.training.loop import Hooks, TrainingFailure, fit
+from gar.training.loop import Hooks, fit
+from gar.training.updater import TrainingFailure
 
 IN_MEMORY = (
     "# Made by gar.train from a mixture in memory: where its data came from is not known here,\n"

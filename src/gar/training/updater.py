@@ -1,121 +1,232 @@
-"""One update: forwards, the method's contributions, and nothing that depends on which method it is."""
+"""One update, whole: forwards, the method's contributions, clip, step; nothing asks which method it is."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import AdamW
 
-from gar.data.batches import Group, passes
+from gar.config import Config, OptimizerConfig
+from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
-from gar.methods import Method
-from gar.methods.update import GroupWeights, Pass, Update
+from gar.methods import GroupWeights, Update
 from gar.model import MultiTaskModel, example_losses
 from gar.nn import RoutedLoRA
-from gar.observation import Observed, observe
 from gar.seeds import derive_seed, generator
+from gar.training.checkpoint import state_tensors
+from gar.training.gradients import fill_gradients
 
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
 PASS_COST = {"cpu": 512, "cuda": 16384}
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+
+
+class TrainingFailure(RuntimeError):
+    """Training cannot go on (something is not finite); the last good checkpoint stays.
+
+    ``update`` is the update, counted from 1, in which it happened.
+    """
+
+    def __init__(self, message: str, update: int) -> None:
+        super().__init__(message, update)
+        self.update = update
+
+    def __str__(self) -> str:
+        return f"update {self.update}: {self.args[0]}"
 
 
 @dataclass(frozen=True)
-class UpdateOptions:
-    """What an update depends on beside model, data and method."""
+class Outcome:
+    """What one update tells: mean losses of groups and of tasks, the norm before the clip, the rate."""
 
-    names: Sequence[str]
-    observation: str = "one_pass"
-    max_tokens: int | None = None
-    seed: int = 0
+    losses: list[float]
+    tasks: dict[str, float]
+    gradient_norm: float
+    learning_rate: float
 
 
-def run_update(
-    model: MultiTaskModel,
-    source: Source,
-    groups: Sequence[Group],
-    method: Method,
-    number: int,
-    options: UpdateOptions,
-) -> Tensor:
-    """Fill ``.grad`` for update ``number``; returns the groups' mean losses [M], detached.
+class Updater:
+    """THE optimizer update of a run: what the loop runs, the benchmark times and the tests check.
 
-    The update may be split into several passes of whole groups; the result does not depend on the split. A
-    trainable backbone always runs one group a pass: its own dropout then has one stream per group, the same
-    for every method and every memory limit.
+    It owns what goes from update to update beside the weights: the optimizer and the method's own state.
+    ``names`` are the tasks of the source's splits, in order. ``total`` is the update budget, ``schedule``
+    the groups of every update. For a seed, batches and dropout are the same whatever the method.
     """
-    parameters = model.trainable_parameters()
-    for parameter in parameters:
-        parameter.grad = None
-    wants_gradients = "gradients" in method.observes
-    steps: list[Pass] = []
-    scratch: dict[str, Any] = {}
-    separate = method.separate_groups or model.config.trainable
-    cost = PASS_COST.get(model.device.type, 0)
-    for part in passes(groups, source.lengths, options.max_tokens, cost, separate):
-        with (
-            _backbone_dropout(model, options.seed, number, part[0].number),
-            _observing(model, method, options) as observed,
-        ):
-            losses, weights = group_losses(model, source, part, len(groups), number, options)
-            step = Pass.of(losses, weights, parameters, observed, scratch)
-            if wants_gradients and options.observation == "per_group":
-                step.capture_per_group()
-            method.backward(step)
-            if wants_gradients and options.observation == "one_pass":
-                step.capture_one_pass()
-        step.release()
-        steps.append(step)
-    method.finish(Update(steps))
-    for parameter in parameters:
-        if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
-            parameter.grad = torch.zeros_like(parameter)
-    return torch.cat([step.losses for step in steps])
+
+    def __init__(self, model: MultiTaskModel, source: Source, config: Config, names: Sequence[str]) -> None:
+        self.model, self.source, self.config, self.names = model, source, config, list(names)
+        self.method, self.seed = config.method, config.seed
+        sizes = [len(lengths) for lengths in source.lengths]
+        mixture = config.mixture
+        self.schedule = Updates(self.names, sizes, mixture.batch_size, mixture.group_size, self.seed)
+        self.total = total_updates(config.optimizer, self.schedule)
+        self.parameters = model.trainable_parameters()
+        self.optimizer = make_optimizer(model, config.optimizer)
+        with _stream(model.device, self.seed, "method"):
+            self.state = self.method.initial_state(model)
+
+    def run(self, number: int) -> Outcome:
+        """Update ``number`` = 0, 1, …; raises :class:`TrainingFailure` before a non-finite step is taken."""
+        groups = self.schedule.groups(number)
+        update = self.gradients(groups, number)
+        norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
+        rate = self.learning_rate(number)
+        outcome = self._outcome(groups, update, norm, rate, number)
+        clip_grads_with_norm_(self.parameters, self.config.optimizer.clip, norm)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        with torch.no_grad():
+            self.method.after_step(update)
+        return outcome
+
+    def gradients(self, groups: Sequence[Group], number: int) -> Update:
+        """Fill ``.grad`` for update ``number``; returns what the method saw of it.
+
+        The update may be split into several passes of whole groups; the result does not depend on the split.
+        A trainable backbone always runs one group a pass: its own dropout then has one stream per group, the
+        same for every method and every memory limit.
+        """
+        model, config = self.model, self.config
+        split = passes(
+            groups,
+            self.source.lengths,
+            config.max_tokens_per_pass,
+            PASS_COST.get(model.device.type, 0),
+            self.method.separate_groups or model.config.trainable,
+        )
+        forwards = (partial(self.group_losses, part, number, len(groups)) for part in split)
+        return fill_gradients(
+            self.method,
+            forwards,
+            self.parameters,
+            [model.bank],
+            observation=config.observation,
+            state=self.state,
+        )
+
+    def group_losses(self, groups: Sequence[Group], number: int, total: int) -> tuple[Tensor, GroupWeights]:
+        """One pass: the mean cross-entropy [M] of some of the update's ``total`` groups; their weights."""
+        model, lengths = self.model, self.source.lengths
+        parts = task_parts(groups)
+        segments = [(self.names[task], len(rows)) for task, rows in parts]
+        # A trainable backbone's own dropout draws from a stream of this update and group.
+        stream = _stream(model.device, self.seed, "backbone", number, groups[0].number)
+        with stream if model.config.trainable else contextlib.nullcontext():
+            keep = dropout_mask(model, lengths, groups, number, self.seed)
+            output = model.suffix(self.source.state(parts), segments, keep)
+        labels = [self.source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts]
+
+        def of_groups(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=model.dtype, device=model.device)
+
+        weights = GroupWeights(
+            torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups])),
+            of_groups([group.task_weight for group in groups]),
+            of_groups([group.sample_weight for group in groups]),
+            total,
+            torch.tensor([group.task for group in groups], device=model.device),
+            len(self.names),
+        )
+        return weights.grouping.mean(example_losses(output, labels)), weights
+
+    def learning_rate(self, number: int) -> float:
+        """Of update ``number`` = 0, 1, …"""
+        optimizer = self.config.optimizer
+        return optimizer.learning_rate * warmup_factor(number, self.total, optimizer.warmup)
+
+    def broken_group(self, groups: Sequence[Group], number: int) -> Group | None:
+        """The first group whose own task loss has a non-finite gradient, with the same dropout."""
+        for group in groups:
+            losses, _ = self.group_losses([group], number, len(groups))
+            found = torch.autograd.grad(losses[0], self.parameters, allow_unused=True)
+            if not total_norm([gradient for gradient in found if gradient is not None]).isfinite():
+                return group
+        return None
+
+    def check(self, done: int) -> None:
+        """Refuse to keep or measure what update ``done`` (counted from 1) made non-finite."""
+        owned = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        for name, tensor in {**owned, **state_tensors(self.state)}.items():
+            if not tensor.isfinite().all():
+                raise TrainingFailure(f"{name} is no longer finite; expected a smaller learning rate", done)
+
+    def _outcome(
+        self, groups: Sequence[Group], update: Update, norm: Tensor, rate: float, number: int
+    ) -> Outcome:
+        """Losses and gradient norm as numbers (the update's only read-back), or a failure that says where."""
+        *losses, norm_value = torch.cat([update.losses.double(), norm.reshape(1)]).tolist()
+        for group, loss in zip(groups, losses, strict=True):
+            if not math.isfinite(loss):
+                raise TrainingFailure(
+                    f"the loss of task {self.names[group.task]}, group {group.number} is {loss}; "
+                    "expected finite losses (a smaller learning rate, or inputs without extreme values)",
+                    number + 1,
+                )
+        if not math.isfinite(norm_value):
+            gradients = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
+            broken = (name for name, grad in gradients if not grad.isfinite().all())
+            where = next(broken, "all parameters together")
+            guilty = self.broken_group(groups, number)
+            whose = (
+                "the method's own terms (no group's task loss has such a gradient)"
+                if guilty is None
+                else f"task {self.names[guilty.task]}, group {guilty.number}"
+            )
+            raise TrainingFailure(
+                f"the gradient of {whose} is not finite in {where}; "
+                "expected finite gradients (a smaller learning rate, or inputs without extreme values)",
+                number + 1,
+            )
+        tasks = dict.fromkeys(self.names, 0.0)
+        for loss, group in zip(losses, groups, strict=True):
+            tasks[self.names[group.task]] += group.task_weight * len(tasks) * loss
+        return Outcome(losses, tasks, norm_value, rate)
 
 
-def group_losses(
-    model: MultiTaskModel,
-    source: Source,
-    groups: Sequence[Group],
-    total: int,
-    number: int,
-    options: UpdateOptions,
-) -> tuple[Tensor, GroupWeights]:
-    """Mean cross-entropy [M] of the groups of one pass, with their weights."""
-    parts = task_parts(groups)
-    keep = dropout_mask(model, source.lengths, groups, number, options.seed)
-    output = model.suffix(
-        source.state(parts), [(options.names[task], len(rows)) for task, rows in parts], keep
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm of gradients, in float64: float32 sums differ with the number of threads."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def total_updates(optimizer: OptimizerConfig, schedule: Updates) -> int:
+    """The update budget; epochs count passes over the largest task."""
+    if optimizer.epochs is None:
+        return optimizer.updates
+    return max(1, round(optimizer.epochs * schedule.updates_per_epoch))
+
+
+def warmup_factor(update: int, total: int, warmup: float) -> float:
+    """Share of the learning rate at update 0, 1, …: linear over the first ``warmup`` share, then 1.
+
+    >>> [warmup_factor(u, 40, 0.1) for u in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+    length = math.ceil(total * warmup - 1e-9)
+    return min(1.0, (update + 1) / length) if length else 1.0
+
+
+def make_optimizer(model: MultiTaskModel, config: OptimizerConfig) -> AdamW:
+    """AdamW with one parameter group over everything trainable."""
+    return AdamW(
+        model.trainable_parameters(),
+        lr=config.learning_rate,
+        betas=ADAM_BETAS,
+        eps=ADAM_EPS,
+        weight_decay=config.weight_decay,
+        fused=model.device.type == "cuda",
     )
-    labels = [source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts]
-    rows = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups]))
-    weights = GroupWeights(
-        rows,
-        torch.tensor([group.task_weight for group in groups], dtype=model.dtype, device=model.device),
-        torch.tensor([group.sample_weight for group in groups], dtype=model.dtype, device=model.device),
-        total,
-    )
-    return weights.grouping.mean(example_losses(output, labels)), weights
-
-
-def broken_group(
-    model: MultiTaskModel, source: Source, groups: Sequence[Group], number: int, options: UpdateOptions
-) -> Group | None:
-    """After a non-finite gradient: the first group whose own task loss has one, with the same dropout."""
-    for group in groups:
-        with _backbone_dropout(model, options.seed, number, group.number):
-            losses, _ = group_losses(model, source, [group], len(groups), number, options)
-            gradients = torch.autograd.grad(losses[0], model.trainable_parameters(), allow_unused=True)
-        if not get_total_norm([g for g in gradients if g is not None]).isfinite():
-            return group
-    return None
 
 
 def task_parts(groups: Sequence[Group]) -> list[Part]:
@@ -155,21 +266,8 @@ def dropout_mask(
 
 
 @contextlib.contextmanager
-def _backbone_dropout(model: MultiTaskModel, seed: int, number: int, group: int) -> Iterator[None]:
-    """A trainable backbone's own dropout draws from a stream of this update and group."""
-    if not model.config.trainable:
+def _stream(device: torch.device, *purpose: int | str) -> Iterator[None]:
+    """Torch's own generator draws from a stream of this purpose; afterwards it is as it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_seed(*purpose))
         yield
-        return
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive_seed(seed, "backbone", number, group))
-        yield
-
-
-def _observing(
-    model: MultiTaskModel, method: Method, options: UpdateOptions
-) -> contextlib.AbstractContextManager[Observed | None]:
-    if not method.observes:
-        return contextlib.nullcontext()
-    factors = "gradients" in method.observes and options.observation == "one_pass"
-    return observe(model.bank, gradients=factors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -32,17 +32,17 @@ class GradientCombination(Method):
             )
         return None
 
-    def backward(self, step: Pass) -> None:
-        scale = step.weights.total * step.weights.task_weights
-        if "rows" not in step.scratch:
-            step.scratch["rows"], step.scratch["filled"] = _allocate(step), 0
-        first: int = step.scratch["filled"]
-        step.scratch["filled"] = first + len(step.losses)
-        rows: Tensor = step.scratch["rows"][first : step.scratch["filled"]]
-        for m, loss in enumerate(step.losses.unbind()):
-            last = m == len(step.losses) - 1
+    def backward(self, pass_: Pass) -> None:
+        scale = pass_.weights.total * pass_.weights.task_weights
+        if "rows" not in pass_.scratch:
+            pass_.scratch["rows"], pass_.scratch["filled"] = _allocate(pass_), 0
+        first: int = pass_.scratch["filled"]
+        pass_.scratch["filled"] = first + len(pass_.losses)
+        rows: Tensor = pass_.scratch["rows"][first : pass_.scratch["filled"]]
+        for m, loss in enumerate(pass_.losses.unbind()):
+            last = m == len(pass_.losses) - 1
             grads = torch.autograd.grad(
-                loss, list(step.parameters), retain_graph=not last, materialize_grads=True
+                loss, list(pass_.parameters), retain_graph=not last, materialize_grads=True
             )
             for part, grad in zip(rows[m].split([g.numel() for g in grads]), grads, strict=True):
                 part.copy_(scale[m] * accurate(grad).flatten())
@@ -58,39 +58,41 @@ class GradientCombination(Method):
         raise NotImplementedError
 
 
-def gram_matrix(rows: Tensor, device: torch.device) -> Tensor:
-    """``R R^T`` on ``device``, streaming over columns when the rows live elsewhere."""
-    if rows.device == device:
-        return rows @ rows.T
-    return torch.stack([(part := block.to(device)) @ part.T for block in _columns(rows)]).sum(0)
+def gram_matrix(rows: Tensor) -> Tensor:
+    """``R R^T`` [M, M] in float64, where the rows are.
+
+    Rows that nearly cancel leave of float32 products nothing but rounding. Both functions take float64
+    copies of some columns at a time, so that the rows themselves may stay float32.
+    """
+    return sum((block @ block.T for block in _blocks(rows)), start=rows.new_zeros((), dtype=torch.float64))
 
 
-def weighted_rows(rows: Tensor, coefficients: Tensor) -> Tensor:
-    """``sum_m coefficients_m R_m``, where the rows are."""
-    return coefficients.to(rows.device, rows.dtype) @ rows
+def weighted_rows(rows: Tensor, coefficients: Tensor) -> Iterator[Tensor]:
+    """``coefficients`` [..., M] times R in float64, some columns at a time: [..., p], where the rows are."""
+    return (coefficients.to(rows.device, torch.float64) @ block for block in _blocks(rows))
 
 
-def _columns(rows: Tensor, width: int = 1 << 24) -> tuple[Tensor, ...]:
-    blocks: tuple[Tensor, ...] = rows.split(width, dim=1)
-    return blocks
+def _blocks(rows: Tensor, entries: int = 1 << 22) -> Iterator[Tensor]:
+    """The columns in float64, 32 MiB at a time."""
+    return (block.double() for block in rows.split(max(1, entries // len(rows)), dim=1))
 
 
-def _allocate(step: Pass) -> Tensor:
+def _allocate(pass_: Pass) -> Tensor:
     """Room for the rows of the whole update."""
-    size = sum(p.numel() for p in step.parameters)
-    dtype = torch.promote_types(step.losses.dtype, torch.float32)
-    return torch.empty(step.weights.total, size, dtype=dtype, device=_row_device(step, size, dtype))
+    size = sum(p.numel() for p in pass_.parameters)
+    dtype = torch.promote_types(pass_.losses.dtype, torch.float32)
+    return torch.empty(pass_.weights.total, size, dtype=dtype, device=_row_device(pass_, size, dtype))
 
 
-def _row_device(step: Pass, size: int, dtype: torch.dtype) -> torch.device:
-    device = step.losses.device
-    needed = step.weights.total * size * dtype.itemsize
+def _row_device(pass_: Pass, size: int, dtype: torch.dtype) -> torch.device:
+    device = pass_.losses.device
+    needed = pass_.weights.total * size * dtype.itemsize
     if device.type == "cuda" and needed <= torch.cuda.mem_get_info(device)[0] // 2 + _reusable(device):
         return device
     free = _host_memory()
     if free is not None and needed > free:
         raise UserError(
-            f"method: {step.weights.total} group gradients of {size} parameters take "
+            f"method: {pass_.weights.total} group gradients of {size} parameters take "
             f"{needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of host memory are free; "
             "expected a larger mixture.group_size or fewer trainable parameters (backbone.trainable=false)"
         )

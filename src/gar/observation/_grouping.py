@@ -1,0 +1,93 @@
+"""Which rows belong to which group, and sums over the rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gar.nn import Factors
+from gar.routing import mean_over_tokens
+
+
+class Grouping:
+    """Which rows belong to which of M groups; sums and products over the rows of each group.
+
+    ``groups`` is int64 [R] with values in ``[0, count)``, or -1 for rows that are not counted.
+    """
+
+    def __init__(self, groups: Tensor, count: int | None = None) -> None:
+        listed = torch.as_tensor(groups).detach().cpu()
+        if listed.dim() != 1 or listed.is_floating_point():
+            raise ValueError(
+                f"groups must be an integer vector, got {listed.dtype} of shape {tuple(listed.shape)}"
+            )
+        largest = int(listed.max()) if len(listed) else -1
+        self.count = largest + 1 if count is None else count
+        if largest >= self.count or (len(listed) and int(listed.min()) < -1):
+            raise ValueError(
+                f"group numbers must be -1 (not counted) or in [0, {self.count}), got up to {largest}"
+            )
+        self.rows = len(listed)
+        self.sizes = torch.bincount(listed[listed >= 0], minlength=self.count)
+        width = int(self.sizes.max()) if self.count else 0
+        # The usual update, consecutive groups of one size, needs no gather at all.
+        self._consecutive = self.rows == self.count * width and bool(
+            (listed == torch.arange(self.count).repeat_interleave(max(width, 1))[: self.rows]).all()
+        )
+        if not self._consecutive:
+            order = listed.argsort(stable=True)[int((listed < 0).sum()) :]
+            slots = torch.arange(width).expand(self.count, width) < self.sizes.unsqueeze(1)
+            index = torch.zeros(self.count, width, dtype=torch.long)
+            index[slots] = order
+            self._index, self._slots = index.to(groups.device), slots.to(groups.device)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Rows [R, ...] as [M, n, ...], padded with zeros where a group is shorter than the longest."""
+        if self._consecutive:
+            return values.reshape(self.count, -1, *values.shape[1:])
+        index, slots = self._on(values.device)
+        return values[index].masked_fill(~slots.reshape(*slots.shape, *[1] * (values.dim() - 1)), 0)
+
+    def scatter(self, gathered: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of :meth:`gather` for values [M, n * tokens, ...] into zeros of ``shape`` [R, ...]."""
+        if self._consecutive:
+            return gathered.reshape(shape)
+        index, slots = self._on(gathered.device)
+        result = gathered.new_zeros(tuple(shape))
+        result[index[slots]] = gathered.reshape(*slots.shape, *shape[1:])[slots]
+        return result
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The gather index and its valid slots; moved once where values live elsewhere than the groups."""
+        if self._index.device != device:
+            self._index, self._slots = self._index.to(device), self._slots.to(device)
+        return self._index, self._slots
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[R, ...] to [M, ...]."""
+        return self.gather(values).sum(1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[R, ...] to [M, ...]; an empty group has mean zero."""
+        sizes = self.sizes.clamp(min=1).to(values.device, values.dtype)
+        return self.sum(values) / sizes.reshape(-1, *[1] * (values.dim() - 1))
+
+    def product(self, factors: Factors) -> Tensor:
+        """``sum_i left_i right_i^T`` over the units of each group, [M, p, q] (or [M, p] for a bias)."""
+        if factors.right is None:
+            return self.sum(factors.left.sum(1))
+        left, right = self.gather(factors.left).flatten(1, 2), self.gather(factors.right).flatten(1, 2)
+        return left.transpose(1, 2) @ right
+
+
+def mean_over_units(values: Tensor, mask: Tensor | None, grouping: Grouping) -> Tensor:
+    """Mean of unit values [B, L, E] (or [N, E]) over the valid units of each group, [M, E]."""
+    if values.dim() == 2:
+        return grouping.mean(values)
+    if mask is None:
+        return grouping.mean(mean_over_tokens(values, None))
+    weight = mask.to(values.dtype)
+    totals = grouping.sum((values * weight.unsqueeze(-1)).sum(1))
+    return totals / grouping.sum(weight.sum(1)).clamp(min=1).unsqueeze(-1)

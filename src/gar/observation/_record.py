@@ -1,0 +1,113 @@
+"""The forward and backward hooks that live inside an ``observe`` block, and what they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gar.nn import Call, RoutedExperts
+from gar.routing import Routing
+
+
+@dataclass
+class Record:
+    """Captures of one expert bank during one ``observe`` block."""
+
+    bank: RoutedExperts
+    #: Whether the factors of group gradients are captured, beside the routing.
+    factors: bool = True
+    #: Shared by all banks of one block: a backward crosses every site.
+    paused: list[bool] = field(default_factory=lambda: [False])
+    routing_input: Tensor | None = None
+    routing: Routing | None = None
+    output: Tensor | None = None
+    arguments: tuple[Tensor, Tensor, Tensor] | None = None
+    hidden: Tensor | None = None
+    delta: Tensor | None = None
+    hidden_grad: Tensor | None = None
+    forwards: int = 0
+    backwards: int = 0
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        """Register the hooks; the caller removes them."""
+        yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True)
+        if not self.factors:
+            return
+        yield self.bank.experts.register_forward_hook(self._experts_hook)
+        if self.bank.experts.hidden_module is not None:
+            yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
+
+    def _bank_hook(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Tensor, Routing]
+    ) -> None:
+        output, routing = result
+        if not output.requires_grad:
+            return
+        self.forwards += 1
+        self.routing_input = (args[0] if args else kwargs["x"]).detach()
+        self.routing, self.output = routing, output
+        if self.factors:
+            output.register_hook(self._store_delta)
+
+    def _experts_hook(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        if output.requires_grad:
+            x, gates, active = args
+            self.arguments = (x.detach(), gates.detach(), active)
+
+    def _hidden_hook(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if output.requires_grad:
+            self.hidden = output.detach()
+            args[0].register_hook(self._store_hidden_grad)
+
+    def _store_delta(self, grad: Tensor) -> None:
+        if not self.paused[0]:
+            self.backwards += 1
+            self.delta = grad.detach()
+
+    def _store_hidden_grad(self, grad: Tensor) -> None:
+        if not self.paused[0]:
+            self.hidden_grad = grad.detach()
+
+    def require_forward(self) -> tuple[Tensor, Routing]:
+        """The detached routing input and the routing of the one observed forward."""
+        if self.forwards > 1:
+            raise RuntimeError(
+                f"the expert bank ran {self.forwards} forwards inside one observe block; observe one forward "
+                "at a time (a bank shared between layers has no single observation)"
+            )
+        if self.routing_input is None or self.routing is None:
+            raise RuntimeError("nothing was observed: no forward with gradients ran inside the observe block")
+        return self.routing_input, self.routing
+
+    def call(self) -> Call:
+        """Everything that group gradients need, rows and tokens apart: units [N, d] become [N, 1, d]."""
+        _, routing = self.require_forward()
+        if not self.factors:
+            raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
+        if self.backwards != 1 or self.delta is None or self.arguments is None:
+            raise RuntimeError(
+                f"{self.backwards} backward passes ran inside the observe block; "
+                "group gradients need exactly one"
+            )
+        (x, gates, active), delta = self.arguments, self.delta
+        if gates.dim() > 3:
+            raise ValueError(f"inputs must be [N, d] or [B, L, d], got gates of shape {tuple(gates.shape)}")
+        if routing.mask is not None:
+            delta = delta * routing.mask.unsqueeze(-1)
+        if gates.dim() == 2:
+            x, gates, active, delta = (t.unsqueeze(1) for t in (x, gates, active, delta))
+        return Call(x, gates, active, delta, self.hidden, self.hidden_grad)
+
+    def release(self) -> None:
+        """Drop references into the graph; detached captures stay."""
+        self.output = None
+        if self.routing is not None:
+            self.routing = self.routing.detach()
+
+    def forget_factors(self) -> None:
+        """Free what only group gradients need; the routing and its input stay."""
+        self.arguments = self.hidden = self.delta = self.hidden_grad = None

@@ -1,0 +1,56 @@
+"""The gradients of one update under any method; knows neither the model's parts nor the data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gar.methods import GroupWeights, Method, Pass, Update
+from gar.observation import Observed, observe
+
+#: Runs one pass: the groups' mean losses [M], attached to the graph, and what the groups weigh.
+Forward = Callable[[], tuple[Tensor, GroupWeights]]
+
+
+def fill_gradients(
+    method: Method,
+    forwards: Iterable[Forward],
+    parameters: Sequence[nn.Parameter],
+    observed: Sequence[nn.Module],
+    *,
+    observation: str = "one_pass",
+    state: Any = None,
+) -> Update:
+    """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
+
+    ``observed`` holds the expert banks (or modules with banks inside), ``observation`` is ``one_pass`` or
+    ``per_group``, ``state`` the method's own (:meth:`gar.methods.Method.initial_state`).
+    """
+    for parameter in parameters:
+        parameter.grad = None
+    of_groups = "gradients" in method.observes
+    passes: list[Pass] = []
+    scratch: dict[str, Any] = {}
+    for forward in forwards:
+        watching: contextlib.AbstractContextManager[Observed | None] = contextlib.nullcontext()
+        if method.observes:
+            watching = observe(*observed, gradients=of_groups and observation == "one_pass")
+        with watching as seen:
+            pass_ = Pass.of(*forward(), parameters, seen, scratch, state)
+            if of_groups and observation == "per_group":
+                pass_.capture_per_group()
+            method.backward(pass_)
+            if of_groups and observation == "one_pass":
+                pass_.capture_one_pass()
+        pass_.release()
+        passes.append(pass_)
+    update = Update(passes)
+    method.finish(update)
+    for parameter in parameters:
+        if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
+            parameter.grad = torch.zeros_like(parameter)
+    return update
