@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gar.cli.common import DeviceOption, RunArgument, model_directory
-from gar.data.files import open_table
-from gar.data.rows import read_texts
+from gar.data import read_texts
 from gar.errors import UserError, one_of
 from gar.model.multitask import MultiTaskModel, TaskInfo
 from gar.runs.environment import resolve_device
@@ -61,7 +60,7 @@ def _predictions(
     answered = False
     for info in tasks:
         try:
-            inputs = _from_arguments(info, texts) if file is None else read_texts(info.text, open_table(file))
+            inputs = _from_arguments(info, texts) if file is None else read_texts(info.text, file)
         except UserError as error:
             if named or len(tasks) == 1:
                 raise

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gar.data.permutation import fixed_permutation
+from gar.data._permutation import fixed_permutation
+from gar.data._rows import Row, Table
 from gar.data.registry import RegisteredTask, bigbench_paths
-from gar.data.rows import Row, Table
 from gar.errors import UserError
 
 RELEASE = "bigbench-1.0.0"
@@ -85,7 +85,7 @@ def fetch(path: str, cache: Path) -> Path:
             with FileLock(directory / "lock"):
                 if not file.is_file():  # another process may have been faster
                     _fill(directory, {*bigbench_paths(), path})
-        except PermissionError as error:
+        except OSError as error:
             raise UserError(
                 f"{directory}: cannot be written ({error.strerror}); set GAR_CACHE to a directory of yours"
             ) from None
