@@ -149,8 +149,6 @@ def path_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        reason = (
-            "symbolic links form a loop" if error.errno == errno.ELOOP else reason[:1].lower() + reason[1:]
-        )
+        reason = "symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
+        reason = reason[:1].lower() + reason[1:]
         raise UserError(f"{path}: {reason}; expected a path that can be read") from None

@@ -260,8 +260,8 @@ def _found_classes(recipe: Recipe, examples: Sequence[_Example]) -> tuple[str, .
         first = next(example for example in examples if example.label == negative[0])
         raise UserError(
             f"{first.where}: label {negative[0]} marks rows without a label in public test splits "
-            f"({counts[negative[0]]} of {len(examples)} rows); drop these rows, or declare it as a class with labels: "
-            f"{[*names[:3], *(['…'] if len(names) > 3 else [])]}"
+            f"({counts[negative[0]]} of {len(examples)} rows); drop these rows, or declare it as a class "
+            f"with labels: {names[:3] + ['…'] * (len(names) > 3)}"
         )
     alone = sum(count == 1 for count in counts.values())
     if len(names) > MANY_CLASSES and 2 * alone > len(examples):
