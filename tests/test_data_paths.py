@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gar.config import MixtureConfig, TaskConfig
-from gar.data import cache_root, identity, load_task, read_texts
+from gar.data import _bigbench, identity, load_task, read_texts
 from gar.errors import UserError, path_kind, real_path, user_path
 
 
@@ -23,7 +23,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "validation": lambda path: load_task(own("dev.csv", path)),
     "identity": lambda path: identity(MixtureConfig(tasks=(own(path),))),
     "data_dir": lambda path: load_task("rte", data_dir=path),
-    "cache": lambda path: cache_root(path),
     "predict": lambda path: read_texts(["text"], path),
 }
 
@@ -98,9 +97,31 @@ def test_a_file_that_fails_while_it_is_read(place: Path) -> None:
 
 def test_files_in_the_place_of_directories(place: Path) -> None:
     assert "dev.csv: is a file; expected <task>" in refusal(lambda: load_task("rte", data_dir="dev.csv"))
-    assert "dev.csv: is a file, expected a cache" in refusal(lambda: cache_root("dev.csv"))
-    assert "cannot be written (Not a directory)" in refusal(lambda: load_task("fever", cache_dir="dev.csv/x"))
     assert "no such file; the directory dev.csv" in refusal(lambda: load_task(own("dev.csv/x.csv")))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("loop", "Too many levels"),
+        ("a" * 300, "File name too long"),
+        ("fifo", "Not a directory"),
+        ("dev.csv", "Not a directory"),
+        ("dev.csv/x", "Not a directory"),
+        ("a\0", "a NUL character"),
+        ("~no-such-user", "no user of that name"),
+    ],
+)
+def test_cache_directories_that_are_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str
+) -> None:
+    monkeypatch.setattr(_bigbench, "download", lambda directory: pytest.fail("nothing may be fetched"))
+    (place / "loop").symlink_to("loop")
+    os.mkfifo(place / "fifo")
+    assert reason in refusal(lambda: load_task("fever", cache_dir=path))
+    if "\0" not in path:
+        monkeypatch.setenv("GAR_CACHE", path)
+        assert reason in refusal(lambda: load_task("fever"))
 
 
 def test_a_line_break_in_a_path_stays_in_one_line() -> None:

@@ -79,16 +79,17 @@ def fetch(path: str, cache: Path) -> Path:
     """The cached ``task.json`` of a BIG-bench folder, downloading the distribution when it is not there."""
     directory = cache / RELEASE
     file = _cached(directory, path)
-    if not file.is_file():
-        try:
+    try:
+        if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             with FileLock(directory / "lock"):
                 if not file.is_file():  # another process may have been faster
                     _fill(directory, {*bigbench_paths(), path})
-        except OSError as error:
-            raise UserError(
-                f"{directory}: cannot be written ({error.strerror}); set GAR_CACHE to a directory of yours"
-            ) from None
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be read or written ({error.strerror or error}); set GAR_CACHE to a "
+            "directory of yours"
+        ) from None
     return file
 
 
