@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gar.data.batches import Group, Updates, passes, split
+from gar.data import fixed_permutation
+from gar.data.batches import Group, TaskOrder, Updates, passes, split
 from gar.errors import UserError
 from support import oracles
 
@@ -61,6 +62,14 @@ def test_the_order_depends_on_seed_and_update_alone() -> None:
     backward = [[g.examples.tolist() for g in schedule.groups(number)] for number in reversed(range(9))]
     assert forward == backward[::-1]
     assert [[g.examples.tolist() for g in updates(seed=1).groups(n)] for n in range(9)] != forward
+
+
+def test_the_order_is_written_down() -> None:
+    """No new numpy, and no release of ours, may move it: two runs of one seed see the same examples."""
+    order = TaskOrder("rte", 6, 6, seed=3)
+    assert order.batch(0).tolist() == [3, 2, 4, 0, 5, 1]
+    assert order.batch(1).tolist() == [2, 5, 1, 3, 0, 4]
+    assert order.batch(0).tolist() == fixed_permutation(6, "order/3/0/rte").tolist()
 
 
 def test_tasks_of_one_size_have_orders_of_their_own() -> None:

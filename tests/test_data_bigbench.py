@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gar.data import bigbench, load, load_task, overlap, registry
+from gar.data import _bigbench as bigbench
+from gar.data import load, load_task, overlap, registry
 from gar.errors import UserError
 
 

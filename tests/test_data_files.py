@@ -104,7 +104,14 @@ def test_csv_fields_may_span_lines_and_be_long(mood):
 
 @pytest.mark.parametrize(
     ("labels", "expected"),
-    [(["10", "9", "10"], ("9", "10")), (["b", "10", "9"], ("10", "9", "b")), (["-1", "1", "1"], ("-1", "1"))],
+    [
+        (["10", "9", "10"], ("9", "10")),
+        (["b", "10", "9"], ("10", "9", "b")),
+        (["1", "01", "2"], ("01", "1", "2")),
+        (["-1", "1", "1"], ("-1", "1")),
+        (["-2", "0", "-1", "1"], ("-2", "-1", "0", "1")),
+        (["9" * 5000, "1"], ("1", "9" * 5000)),
+    ],
 )
 def test_undeclared_labels_are_sorted(mood, labels, expected):
     content = csv_text([(f"text {i}", label) for i, label in enumerate(labels)])
@@ -156,6 +163,24 @@ def test_integers_booleans_and_whole_floats_are_labels(mood):
         (".jsonl", '{"review": "x", "mood": 0.5}\n', ["line 1", "0.5 (float)"]),
         (".jsonl", '{"review": "x", "mood": "a"}\n{"review": \n', ["line 2", "not valid JSON"]),
         (".jsonl", '["x", "a"]\n', ["line 1", "JSON list", "expected an object"]),
+        (".jsonl", "[" * 100_000, ["line 1", "not readable JSON", "recursion"]),
+        (".jsonl", '{"mood": ' + "1" * 5000 + "}", ["line 1", "not readable JSON", "digits"]),
+        (".jsonl", '{"review": "\\ud800 x", "mood": "a"}', ["line 1", "'review'", "U+D800 at character 1"]),
+        (
+            ".jsonl",
+            '{"review": "x\\u0000", "mood": "a"}',
+            ["line 1", "NUL (U+0000) at character 2"],
+        ),
+        (".jsonl", '{"review": "x", "mood": "a\\nb"}', ["line 1", "'mood'", "U+000A", "on one line"]),
+        (".jsonl", '{"review": "x", "mood": "\\u2028a\\u0000"}', ["line 1", "'mood'", "U+0000"]),
+        (".jsonl", '{"review": "x", "mood": "a\\ud800"}', ["line 1", "'mood'", "U+D800"]),
+        (".csv", 'review,mood\nx,"a\nb"\n', ["line 2", "'mood'", "U+000A"]),
+        (".csv", "review,mood\nx,a\n".encode("utf-16"), ["line 1", "UTF-16; save it as UTF-8"]),
+        (".csv", "review,mood\nx,a\n".encode("utf-16-le"), ["line 1", "UTF-16; save it as UTF-8"]),
+        (".jsonl", jsonl_text(ROWS).encode("utf-16"), ["line 1", "UTF-16; save it as UTF-8"]),
+        (".csv", "review;mood\nx;a\n", ["no column 'review'", "';'", "expected commas in .csv"]),
+        (".csv", "review\tmood\nx\ta\n", ["no column 'review'", r"'\t'", "tabs in .tsv"]),
+        (".tsv", "review,mood\nx,a\n", ["no column 'review'", "','", "tabs in .tsv"]),
         (".csv", "review,mood\nx,a\ny,a\n", ["every training label", "'a'", "two or more classes"]),
         (".parquet", b"PAR1 nonsense", ["train.parquet", "not a readable Parquet file"]),
     ],
@@ -164,6 +189,18 @@ def test_bad_training_file(mood, suffix, content, expected):
     message = refusal(mood(content, suffix=suffix))
     for part in ("train" + suffix, *expected):
         assert part in message
+
+
+def test_parquet_with_a_repeated_column_or_other_bytes(mood):
+    columns = [pa.array(["a", "b"])] * 3
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays(columns, names=["review", "review", "mood"]), sink)
+    assert "column 'review' stands twice" in refusal(mood(sink.getvalue().to_pybytes(), suffix=".parquet"))
+    raw = pa.array([b"\xff\xfe", b"ok"])
+    text = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"review": text, "mood": ["a", "b"]}), sink)
+    assert "not a readable Parquet file" in refusal(mood(sink.getvalue().to_pybytes(), suffix=".parquet"))
 
 
 def test_empty_parquet_text_names_its_row(mood):
@@ -205,6 +242,64 @@ def test_dropping_empty_rows_is_noted(mood):
     assert "no rows left after dropping 2 empty" in refusal(mood(nothing, drop_empty=True))
 
 
+def test_dropped_and_sampled_validation_rows_are_noted(mood):
+    """An option never changes silently on how many rows a model is measured."""
+    content = csv_text([*ROWS, ("", "good")])
+    task = load_task(mood(None, content, drop_empty=True), max_validation_examples=3)
+    assert len(task.validation) == 3
+    assert task.notes == (
+        "mood validation: dropped 1 empty of 5 rows; it is measured on the other 4",
+        "mood validation: 3 of 4 rows, as configured",
+    )
+    assert "validation.csv, line 6: column 'review' is empty" in refusal(mood(None, content))
+
+
+@pytest.mark.parametrize(
+    "labels", [[0, 1, -1], [1, 0, -1, 2], ["a", "-1", "b"], [0, -1], [0, 1, -100], [-1, 0, 1]]
+)
+def test_a_lone_minus_one_is_no_class_unless_declared(mood, labels):
+    content = csv_text([(f"text {i}", str(label)) for i, label in enumerate(labels)])
+    odd = min(label for label in map(str, labels) if label.startswith("-"))
+    line = [*map(str, labels)].index(odd) + 2
+    message = refusal(mood(content, content))
+    for part in (
+        f"train.csv, line {line}",
+        f"label {odd} marks rows without",
+        "drop these rows",
+        f"['{odd}'",
+    ):
+        assert part in message
+    names = tuple(sorted(map(str, labels)))
+    assert load_task(mood(content, content, labels=names)).labels == names
+
+
+@pytest.mark.parametrize("settings", [{}, {"labels": ("bad", "good")}])
+def test_unlabelled_validation_rows_are_called_so(mood, settings):
+    message = refusal(mood(validation=csv_text([*ROWS, ("x", "-1")]), **settings))
+    assert "validation.csv, line 6: label '-1'" in message
+    assert "-1 marks rows without a label: drop them" in message
+
+
+def test_a_label_column_that_never_repeats(mood):
+    rows = [(f"text {i}", f"user {i}", i % 3, i) for i in range(40)]
+    content = "\n".join(["review,mood,stars,id", *(",".join(map(str, row)) for row in rows)])
+    message = refusal(mood(content, content))
+    for part in (
+        "train.csv",
+        "'mood' has 40 different values in 40 rows",
+        "label: stars (3 different values)?",
+    ):
+        assert part in message
+    declared = tuple(sorted(f"user {i}" for i in range(40)))
+    assert load_task(mood(content, content, labels=declared)).labels == declared
+    half = csv_text([(f"text {i}", f"{i if i < 31 else 0}") for i in range(60)])
+    assert len(load_task(mood(half, half)).labels) == 31, "30 of 60 rows have a label of their own"
+    most = csv_text([(f"text {i}", f"{i if i < 32 else 0}") for i in range(60)])
+    assert "'mood' has 32 different values in 60 rows, 31 of them once" in refusal(mood(most, most))
+    few = csv_text([(f"text {i}", f"{i}") for i in range(20)])
+    assert len(load_task(mood(few, few)).labels) == 20, "few classes in few rows are believed"
+
+
 def test_missing_file_offers_its_neighbour(mood, tmp_path):
     message = refusal(mood(train=None).model_copy(update={"train": str(tmp_path / "trian.csv")}))
     assert "trian.csv: no such file; did you mean 'train.csv'?" in message
@@ -231,6 +326,39 @@ def test_incomplete_and_contradictory_tasks(mood):
     assert "both files and hub" in refusal(good.model_copy(update={"hub": "org/data"}))
     assert "all distinct" in refusal(good.model_copy(update={"labels": ("a", "a")}))
     assert "two or more" in refusal(good.model_copy(update={"labels": ("a",)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a\nb", "U+000A"),
+        ("a\0", "U+0000"),
+        ("a\u2028b", "U+2028"),
+        (" ", "blank"),
+        (" a", "blank"),
+        ("x" * 101, "101 characters"),
+    ],
+)
+def test_names_that_break_tables_and_files(mood, name, reason):
+    assert reason in refusal(mood(name=name))
+    for config in (
+        MixtureConfig(tasks=(mood(name=name),)),
+        MixtureConfig(name=name, tasks=(mood(),)),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_mixture(config)
+        assert reason in str(caught.value)
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "zwölf ✓", "a/b", "می\u200cخواهم"])
+def test_other_names_are_fine(mood, name):
+    assert load_task(mood(name=name)).name == name
+
+
+@pytest.mark.parametrize(("label", "reason"), [("a\nb", "U+000A"), (" ", "blank"), ("\0", "U+0000")])
+def test_declared_labels_that_break_tables(mood, label, reason):
+    assert reason in refusal(mood(labels=("good", "bad", label)))
 
 
 def test_own_mixture_names_and_duplicates(mood):

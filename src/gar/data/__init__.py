@@ -1,10 +1,11 @@
 """Tasks and mixtures: labelled text from local files, the model hub, a directory of JSONL files or BIG-bench.
 
 ``gar.data.load("five", data_dir="data")`` reads a registered mixture; :func:`load_mixture` reads what a
-configuration names. Every mistake in the data is one :class:`~gar.errors.UserError` line.
+configuration names; :func:`check_mixture` says whether a mixture fits a model, :func:`identity` what its
+examples come from. Every mistake in the data is one :class:`~gar.errors.UserError` line.
 """
 
-from gar.data.describe import (
+from gar.data._describe import (
     SplitReport,
     TaskReport,
     describe_mixture,
@@ -13,9 +14,11 @@ from gar.data.describe import (
     majority_shares,
     overlap,
 )
-from gar.data.load import load, load_mixture, load_task
+from gar.data._identity import identity
+from gar.data._permutation import fixed_permutation
+from gar.data.check import TaskFacts, check_mixture
+from gar.data.load import load, load_mixture, load_task, read_texts
 from gar.data.paths import cache_root
-from gar.data.permutation import fixed_permutation
 from gar.data.probe import probe_mixture, probe_task
 from gar.data.registry import RegisteredTask, find_mixture, find_task, registry
 from gar.data.task import Mixture, Split, Task
@@ -26,13 +29,16 @@ __all__ = [
     "Split",
     "SplitReport",
     "Task",
+    "TaskFacts",
     "TaskReport",
     "cache_root",
+    "check_mixture",
     "describe_mixture",
     "encode_lengths",
     "find_mixture",
     "find_task",
     "fixed_permutation",
+    "identity",
     "label_counts",
     "load",
     "load_mixture",
@@ -41,5 +47,6 @@ __all__ = [
     "overlap",
     "probe_mixture",
     "probe_task",
+    "read_texts",
     "registry",
 ]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gar.data._permutation import fixed_permutation
 from gar.errors import UserError
-from gar.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Group:
 class TaskOrder:
     """The order of one task's examples: a fresh shuffle each epoch, the last short batch kept.
 
-    A pure function of seed, task and batch number, so that any update can be drawn without its forerunners.
+    A pure function of seed, task and batch number, so that any update can be drawn without its forerunners,
+    and the same with every numpy (:func:`~gar.data.fixed_permutation`).
     """
 
     def __init__(self, name: str, size: int, batch_size: int, seed: int) -> None:
@@ -48,8 +49,8 @@ class TaskOrder:
         """Example indices of the task's batch ``number`` = 0, 1, 2, …"""
         epoch, position = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "order", self.name, epoch)))
-            self._epoch, self._order = epoch, rng.permutation(self.size)
+            stream = f"order/{self.seed}/{epoch}/{self.name}"
+            self._epoch, self._order = epoch, fixed_permutation(self.size, stream)
         start = position * self.batch_size
         return self._order[start : start + self.batch_size]
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gar.config import MixtureConfig, TaskConfig
-from gar.data import bigbench, hub
-from gar.data.files import open_table
+from gar.data import _bigbench, _hub, _rows
+from gar.data._files import open_table
+from gar.data._permutation import fixed_permutation
+from gar.data._rows import Recipe, build_task
 from gar.data.paths import cache_root
-from gar.data.permutation import fixed_permutation
 from gar.data.registry import (
     RegisteredTask,
     find_mixture,
@@ -20,9 +21,8 @@ from gar.data.registry import (
     unknown_mixture,
     unknown_name,
 )
-from gar.data.rows import Recipe, Table, build_task
-from gar.data.task import Mixture, Split, Task
-from gar.errors import UserError, nearest
+from gar.data.task import Mixture, Split, Task, check_labels
+from gar.errors import UserError, name_problem, nearest, path_errors, path_kind, real_path, user_path
 
 
 def load(
@@ -87,6 +87,8 @@ def resolve(config: MixtureConfig) -> tuple[str, tuple[RegisteredTask | TaskConf
         )
     entries = tuple(find_task(task) if isinstance(task, str) else task for task in tasks)
     names = [entry.name for entry in entries]
+    _check_names("mixture.name", *filter(None, [config.name]))
+    _check_names("mixture.tasks: the name", *names)
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"mixture.tasks: two tasks are named {repeated[0]!r}; expected distinct names")
     return registered or config.name or "+".join(names), entries
@@ -106,28 +108,36 @@ def load_task(
     examples of a fixed shuffle, so a smaller sample is part of a larger one.
     """
     entry = find_task(task) if isinstance(task, str) else task
-    directory = None if data_dir is None else Path(data_dir).expanduser()
-    if isinstance(entry, TaskConfig):
-        loaded = _load_own(entry, directory)
-    else:
-        loaded = _load_registered(entry, directory, cache_root(cache_dir))
+    loaded = _load(entry, local_files(entry, data_dir), cache_dir)
+    validation = _sample(loaded.validation, max_validation_examples, f"{loaded.name}/validation")
+    notes = loaded.notes
+    if (taken := len(validation)) < len(loaded.validation):
+        notes += (f"{loaded.name} validation: {taken} of {len(loaded.validation)} rows, as configured",)
     return dataclasses.replace(
         loaded,
         train=_sample(loaded.train, max_train_examples, f"{loaded.name}/train"),
-        validation=_sample(loaded.validation, max_validation_examples, f"{loaded.name}/validation"),
+        validation=validation,
+        notes=notes,
     )
 
 
-def _load_registered(task: RegisteredTask, data_dir: Path | None, cache: Path) -> Task:
-    recipe = task.recipe()
-    if task.hub is None:
-        train, validation = bigbench.open_splits(task, cache)
+def _load(
+    task: RegisteredTask | TaskConfig, files: tuple[Path, Path] | None, cache_dir: str | Path | None
+) -> Task:
+    recipe = task.recipe() if isinstance(task, RegisteredTask) else _own_recipe(task)
+    if files is not None:
+        train, validation = map(open_table, files)
         return build_task(recipe, [train], [validation])
-    if data_dir is not None:
-        return _load_data_dir(recipe, data_dir)
-    hub_id, columns = task.hub, recipe.columns
+    if isinstance(task, TaskConfig):
+        assert task.hub is not None
+        train, classes = _hub.open_split(task.hub, task.hub_config, task.train_split, recipe.columns)
+        validation, _ = _hub.open_split(task.hub, task.hub_config, task.validation_split, recipe.columns)
+        return build_task(_with_hub_classes(recipe, classes.get(task.label)), [train], [validation])
+    if task.hub is None:
+        train, validation = _bigbench.open_splits(task, cache_root(cache_dir))
+        return build_task(recipe, [train], [validation])
     tables = {
-        split: hub.open_split(hub_id, task.config, split, columns)[0]
+        split: _hub.open_split(task.hub, task.config, split, recipe.columns)[0]
         for split in (*task.train, *task.validation)
     }
     return build_task(
@@ -135,59 +145,63 @@ def _load_registered(task: RegisteredTask, data_dir: Path | None, cache: Path) -
     )
 
 
-def _load_own(task: TaskConfig, data_dir: Path | None) -> Task:
-    recipe = _own_recipe(task)
-    if task.hub is None:
-        return _load_files(task, recipe)
-    if task.train is not None or task.validation is not None:
-        raise UserError(f"task {task.name!r}: has both files and hub {task.hub!r}; expected one of them")
-    if data_dir is not None:
-        return _load_data_dir(recipe, data_dir)
-    train, classes = hub.open_split(task.hub, task.hub_config, task.train_split, recipe.columns)
-    validation, _ = hub.open_split(task.hub, task.hub_config, task.validation_split, recipe.columns)
-    return build_task(_with_hub_classes(recipe, classes.get(task.label)), [train], [validation])
+def local_files(
+    task: RegisteredTask | TaskConfig, data_dir: str | Path | None = None
+) -> tuple[Path, Path] | None:
+    """The training and validation file of a task that is not read from the hub or from BIG-bench."""
+    if isinstance(task, TaskConfig):
+        if task.hub is None:
+            return _own_files(task)
+        if task.train is not None or task.validation is not None:
+            raise UserError(f"task {task.name!r}: has both files and hub {task.hub!r}; expected one of them")
+    if task.hub is None or data_dir is None:
+        return None
+    directory = user_path(data_dir)
+    return _data_dir_file(directory, task.name, "train"), _data_dir_file(directory, task.name, "validation")
 
 
-def _load_files(task: TaskConfig, recipe: Recipe) -> Task:
+def _own_files(task: TaskConfig) -> tuple[Path, Path]:
     if task.train is None:
         raise UserError(f"task {task.name!r}: no training data; set train to a file or hub to a data set id")
     if task.validation is None:
         raise UserError(f"task {task.name!r}: no validation split; set validation to a file")
-    if Path(task.train).expanduser().resolve() == Path(task.validation).expanduser().resolve():
+    if real_path(task.train) == real_path(task.validation):
         raise UserError(f"task {task.name!r}: train and validation are one file, {task.train}; expected two")
-    return build_task(recipe, [open_table(task.train)], [open_table(task.validation)])
+    return user_path(task.train), user_path(task.validation)
 
 
-def _load_data_dir(recipe: Recipe, data_dir: Path) -> Task:
-    train, validation = (_data_dir_table(data_dir, recipe.name, split) for split in ("train", "validation"))
-    return build_task(recipe, [train], [validation])
-
-
-def _data_dir_table(data_dir: Path, task: str, split: str) -> Table:
-    if not data_dir.is_dir():
-        raise UserError(
-            f"{data_dir}: no such directory; expected <task>/{{train,validation}}.jsonl[.gz] in it"
-        )
+def _data_dir_file(data_dir: Path, task: str, split: str) -> Path:
+    if (kind := path_kind(data_dir)) != "directory":
+        found = "is a file" if kind == "file" else "no such directory"
+        raise UserError(f"{data_dir}: {found}; expected <task>/{{train,validation}}.jsonl[.gz] in it")
     folder = data_dir / task
-    if not folder.is_dir():
-        present = sorted(child.name for child in data_dir.iterdir() if child.is_dir())
+    if path_kind(folder) != "directory":
+        present = [child for child in _children(data_dir) if (data_dir / child).is_dir()]
         raise UserError(f"{folder}: no such directory for task {task!r}{nearest(task, present)}")
     for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
-        if (folder / name).is_file():
-            return open_table(folder / name)
-    present = sorted(child.name for child in folder.iterdir())
+        if path_kind(folder / name) == "file":
+            return folder / name
     raise UserError(
         f"{folder}: task {task!r} has no {split} split; expected {split}.jsonl or {split}.jsonl.gz, "
-        f"found {', '.join(present) or 'nothing'}"
+        f"found {', '.join(_children(folder)) or 'nothing'}"
     )
+
+
+def _children(directory: Path) -> list[str]:
+    with path_errors(directory):
+        return sorted(child.name for child in directory.iterdir())
+
+
+def read_texts(text: Sequence[str], file: str | Path) -> tuple[list[str], list[str] | None]:
+    """Rows of a local file to predict: the texts under a task's field names, and their pairs."""
+    return _rows.read_texts(text, open_table(file))
 
 
 def _own_recipe(task: TaskConfig) -> Recipe:
     columns = (task.text,) if isinstance(task.text, str) else task.text
-    if task.labels is not None and len(set(task.labels)) < max(2, len(task.labels)):
-        raise UserError(
-            f"task {task.name!r}: labels are {list(task.labels)}; expected two or more, all distinct"
-        )
+    _check_names("task", task.name)
+    if task.labels is not None:
+        check_labels(f"task {task.name!r}", task.labels)
     return Recipe(
         name=task.name,
         text=tuple((column,) for column in columns),
@@ -212,3 +226,9 @@ def _sample(split: Split, maximum: int | None, name: str) -> Split:
     if maximum is None or maximum >= len(split):
         return split
     return split.select(fixed_permutation(len(split), name)[:maximum])
+
+
+def _check_names(what: str, *names: str) -> None:
+    for name in names:
+        if (problem := name_problem(name)) is not None:
+            raise UserError(f"{what} {name!r} {problem}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gar.data.permutation import fixed_permutation
+from gar.data._permutation import fixed_permutation
 from gar.data.task import Mixture, Task
 from gar.errors import UserError
 

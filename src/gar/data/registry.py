@@ -10,7 +10,7 @@ from importlib import resources
 import yaml
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from gar.data.rows import Recipe, Segment
+from gar.data._rows import Recipe, Segment
 from gar.errors import UserError, nearest, one_of
 
 
@@ -91,14 +91,14 @@ def find_task(name: str) -> RegisteredTask:
     >>> find_task("SST-2").name, find_task("fact_checker/fever").name
     ('sst2', 'fever')
     """
-    if (task := _spellings().get(_plain(name))) is None:
+    if (task := _spellings().get(_folded(name))) is None:
         raise one_of("task", name, registry().tasks)
     return task
 
 
 def is_task(name: str) -> bool:
     """Whether :func:`find_task` knows the name."""
-    return _plain(name) in _spellings()
+    return _folded(name) in _spellings()
 
 
 def find_mixture(name: str) -> str | None:
@@ -107,7 +107,7 @@ def find_mixture(name: str) -> str | None:
     >>> find_mixture("Seven-PAWS")
     'seven_paws'
     """
-    return {_plain(known): known for known in registry().mixtures}.get(_plain(name))
+    return {_folded(known): known for known in registry().mixtures}.get(_folded(name))
 
 
 def unknown_mixture(name: str) -> UserError:
@@ -128,9 +128,9 @@ def bigbench_paths() -> Iterable[str]:
 
 def _spellings() -> dict[str, RegisteredTask]:
     tasks = registry().tasks.values()
-    paths = {_plain(task.bigbench): task for task in tasks if task.bigbench}
-    return paths | {_plain(task.name): task for task in tasks}
+    paths = {_folded(task.bigbench): task for task in tasks if task.bigbench}
+    return paths | {_folded(task.name): task for task in tasks}
 
 
-def _plain(name: str) -> str:
+def _folded(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).lower()

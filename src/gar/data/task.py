@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gar.errors import UserError, name_problem, shown, unwritable
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Split:
     """Examples of one split.
 
     ``texts`` and, for pair tasks, ``pairs`` are lists of N strings; ``labels`` is int64 [N], indices into
-    the task's label names.
+    the task's label names; other integers are converted.
     """
 
     texts: list[str]
@@ -23,9 +26,19 @@ class Split:
     pairs: list[str] | None = None
 
     def __post_init__(self) -> None:
+        labels: NDArray[Any] = np.asarray(self.labels)
         n = len(self.texts)
-        if len(self.labels) != n or (self.pairs is not None and len(self.pairs) != n):
-            raise ValueError("texts, pairs and labels of a split must have one length")
+        if labels.shape != (n,) or (self.pairs is not None and len(self.pairs) != n):
+            raise UserError("texts, pairs and labels of a split must have one length")
+        if n and labels.dtype.kind not in "iub":
+            raise UserError(
+                f"labels of a split are {labels.dtype}; expected integers, indices into the label names"
+            )
+        object.__setattr__(self, "labels", labels.astype(np.int64, copy=False))
+        for name in ("texts", "pairs"):
+            column = getattr(self, name)
+            if column is not None and not isinstance(column, list):
+                object.__setattr__(self, name, list(column))
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -35,16 +48,6 @@ class Split:
         rows = [int(i) for i in indices]
         pairs = None if self.pairs is None else [self.pairs[i] for i in rows]
         return Split([self.texts[i] for i in rows], self.labels[rows], pairs)
-
-    def fingerprint(self) -> str:
-        """A digest of the texts (labels excluded): what a feature cache of this split depends on."""
-        digest = hashlib.blake2b(digest_size=16)
-        for column in (self.texts, self.pairs or []):
-            digest.update(str(len(column)).encode() + b"\0")
-            for text in column:
-                encoded = text.encode()
-                digest.update(str(len(encoded)).encode() + b"\0" + encoded)
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,53 @@ class Task:
     extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
+    def check(self) -> None:
+        """Refuse names, labels and texts that no model could be trained or measured on.
+
+        Raises :class:`~gar.errors.UserError` for the first problem; examples are counted from 0.
+        """
+        where = f"task {self.name!r}"
+        if (problem := name_problem(self.name)) is not None:
+            raise UserError(f"{where}: the name {problem}")
+        check_labels(where, self.labels)
+        if len(self.text) not in (1, 2):
+            raise UserError(f"{where}: text names {len(self.text)} fields; expected one, or two for a pair")
+        for name, split in (("train", self.train), ("validation", self.validation)):
+            self._check_split(f"{where}, {name}", split)
+
+    def _check_split(self, where: str, split: Split) -> None:
+        if not len(split):
+            raise UserError(f"{where}: has no examples; expected at least one")
+        if (split.pairs is not None) != (len(self.text) == 2):
+            has, fields = ("no pairs", "two") if split.pairs is None else ("pairs", "one")
+            raise UserError(
+                f"{where}: has {has}, but text names {fields} ({', '.join(self.text)}); "
+                "expected pairs where text=(first, second), and only there"
+            )
+        outside = np.flatnonzero((split.labels < 0) | (split.labels >= len(self.labels)))
+        if len(outside):
+            raise UserError(
+                f"{where}, example {outside[0]}: label {split.labels[outside[0]]} is no class, as in "
+                f"{len(outside)} of {len(split)} examples; expected 0 to {len(self.labels) - 1}, indices of "
+                f"{', '.join(self.labels)}"
+            )
+        for column in (split.texts, split.pairs or ()):
+            for i, text in enumerate(column):
+                if not isinstance(text, str):
+                    raise UserError(f"{where}, example {i}: text is {shown(text)}, expected a string")
+                if (problem := text_problem(text)) is not None:
+                    raise UserError(f"{where}, example {i}: the text holds {problem}")
+
+    def fingerprint(self) -> str:
+        """A digest of the content: texts, pairs and labels of both splits, and the label names."""
+        digest = hashlib.blake2b(digest_size=16)
+        _add(digest, self.labels)
+        for split in (self.train, self.validation):
+            for column in (split.texts, split.pairs or ()):
+                _add(digest, column)
+            digest.update(split.labels.astype("<i8").tobytes())
+        return digest.hexdigest()
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -78,6 +128,63 @@ class Mixture:
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"a mixture needs one or more tasks with distinct names, got {names}")
+            raise UserError(f"a mixture needs one or more tasks with distinct names, got {names}")
         if self.batch_size < 1 or self.group_size < 1:
-            raise ValueError("batch_size and group_size must be positive")
+            raise UserError("batch_size and group_size must be positive")
+
+    def check(self) -> None:
+        """:meth:`Task.check` for every task."""
+        if (found := unwritable(self.name)) is not None:
+            raise UserError(f"mixture {self.name!r}: the name holds {found}; expected printable characters")
+        for task in self.tasks:
+            task.check()
+
+    def fingerprint(self) -> str:
+        """A digest of the tasks' names and contents, in order; batches and groups have no part in it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for task in self.tasks:
+            _add(digest, (task.name, task.fingerprint()))
+        return digest.hexdigest()
+
+
+def check_labels(where: str, labels: Sequence[str]) -> None:
+    """Refuse label names that are not two or more, distinct, not blank, free of control characters."""
+    if len(set(labels)) < max(2, len(labels)):
+        raise UserError(f"{where}: labels are {list(labels)}; expected two or more, all distinct")
+    for label in labels:
+        if not isinstance(label, str):
+            raise UserError(f"{where}: label name {shown(label)}; expected a string")
+        if not label.strip():
+            raise UserError(f"{where}: the label name {label!r} is blank; expected a name")
+        if (found := unwritable(label)) is not None:
+            raise UserError(
+                f"{where}: the label name {label!r} holds {found}; expected printable characters on one line"
+            )
+
+
+def text_problem(text: str) -> str | None:
+    """A character that tokenizers and files cannot carry, and what to do; None for an ordinary text.
+
+    >>> text_problem("two\\nlines"), text_problem("a\\0b")
+    (None, 'a NUL (U+0000) at character 2; remove it, or save a UTF-16 file as UTF-8')
+    """
+    if (at := text.find("\0")) >= 0:
+        return f"a NUL (U+0000) at character {at + 1}; remove it, or save a UTF-16 file as UTF-8"
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start + 1}, half of a "
+            "UTF-16 pair; write the whole character, or remove it"
+        )
+    return None
+
+
+def _add(digest: hashlib.blake2b, texts: Sequence[str]) -> None:
+    """Unambiguously: how many texts, and each with its length."""
+    digest.update(b"%d\n" % len(texts))
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(b"%d\n" % len(encoded) + encoded)

@@ -9,9 +9,7 @@ from typing import Any
 
 from gar import config as configuration
 from gar.config import Config
-from gar.data import Mixture, load_mixture
-from gar.data.files import open_table
-from gar.data.rows import read_texts
+from gar.data import Mixture, load_mixture, read_texts
 from gar.errors import UserError
 from gar.model.multitask import CONFIG_FILE, MultiTaskModel, TaskInfo
 from gar.runs.environment import resolve_device
@@ -107,7 +105,7 @@ def _model_directory(path: Path) -> Path:
 def _columns(info: TaskInfo, texts: Sequence[str] | Path) -> list[list[str]]:
     """One list of texts, or for pairs two."""
     if isinstance(texts, Path):
-        return [column for column in read_texts(info.text, open_table(texts)) if column is not None]
+        return [column for column in read_texts(info.text, texts) if column is not None]
     if any(not text.strip() for text in texts):
         raise UserError("a text is empty; expected something to classify")
     fields = len(info.text)

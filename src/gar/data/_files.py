@@ -5,29 +5,37 @@ The line numbers are those of the file, so that a message about a row can be fol
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from gar.data.rows import Row, Table
-from gar.errors import UserError, nearest
+from gar.data._rows import Row, Table
+from gar.errors import UserError, nearest, path_kind, user_path
 
 # The csv module refuses fields above 128 KiB by default; whole documents are legitimate texts.
 csv.field_size_limit(2**31 - 1)
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def open_table(path: str | Path) -> Table:
     """The rows of a local file, read lazily; its format follows from its name."""
-    path = Path(path).expanduser()
-    reader = _READERS[file_format(path)]
-    if not path.is_file():
-        raise _missing(path)
-    return reader(path)
+    path = data_file(path)
+    return _READERS[file_format(path)](path)
+
+
+def data_file(path: str | Path) -> Path:
+    """The path of an existing file of a known format."""
+    path = user_path(path)
+    file_format(path)
+    if (kind := path_kind(path)) != "file":
+        raise _missing(path, kind)
+    return path
 
 
 def file_format(path: Path) -> str:
@@ -43,12 +51,15 @@ def file_format(path: Path) -> str:
     return suffix
 
 
-def _missing(path: Path) -> UserError:
-    if path.is_dir():
+def _missing(path: Path, kind: str) -> UserError:
+    if kind == "directory":
         return UserError(f"{path}: is a directory, expected a file")
-    if not path.parent.is_dir():
+    if path_kind(path.parent) != "directory":
         return UserError(f"{path}: no such file; the directory {path.parent} does not exist")
-    siblings = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.is_file())
+    try:
+        siblings = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.is_file())
+    except OSError:  # a directory may be entered and yet not listed
+        siblings = []
     return UserError(f"{path}: no such file{nearest(path.name, siblings)}")
 
 
@@ -79,8 +90,7 @@ def _delimited(path: Path, cells: Iterator[tuple[int, list[str]]]) -> Table:
     _, header = next(cells, (0, []))
     if not header:
         raise UserError(f"{path}: is empty; expected a header line and one example a line")
-    if repeated := sorted({name for name in header if header.count(name) > 1}):
-        raise UserError(f"{path}, line 1: column {repeated[0]!r} stands twice in the header")
+    _check_distinct(f"{path}, line 1", header)
 
     def rows() -> Iterator[Row]:
         for number, values in cells:
@@ -91,6 +101,11 @@ def _delimited(path: Path, cells: Iterator[tuple[int, list[str]]]) -> Table:
             yield number, dict(zip(header, values, strict=True))
 
     return Table(str(path), rows(), tuple(header))
+
+
+def _check_distinct(where: str, header: Sequence[str]) -> None:
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise UserError(f"{where}: column {repeated[0]!r} stands twice in the header")
 
 
 def _fields(n: int) -> str:
@@ -108,6 +123,8 @@ def _jsonl(path: Path) -> Table:
                 raise UserError(
                     f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})"
                 ) from None
+            except (ValueError, RecursionError) as error:  # endless digits, deep nesting
+                raise UserError(f"{path}, line {number}: not readable JSON ({error})") from None
             if not isinstance(value, dict):
                 raise UserError(
                     f"{path}, line {number}: found a JSON {type(value).__name__}, expected an object a line"
@@ -124,37 +141,44 @@ def _parquet(path: Path) -> Table:
     def readable(read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable Parquet file ({_first_line(error)})") from None
 
     file = readable(lambda: pq.ParquetFile(io.BytesIO(_bytes(path)) if _gzipped(path) else path))
+
+    columns = file.schema_arrow.names
+    _check_distinct(str(path), columns)
 
     def rows() -> Iterator[Row]:
         number = 0
         batches = file.iter_batches()
         while (batch := readable(lambda: next(batches, None))) is not None:
-            for row in batch.to_pylist():
+            for row in readable(batch.to_pylist):
                 number += 1
                 yield number, row
 
-    return Table(str(path), rows(), tuple(file.schema_arrow.names), unit="row")
+    return Table(str(path), rows(), tuple(columns), unit="row")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines with their endings, decoded one by one so that a bad byte has a line number."""
     with _open(path) as file:
-        for number, raw in enumerate(_guard_gzip(path, file), start=1):
+        for number, raw in enumerate(_guarded(path, file), start=1):
+            if number == 1 and (raw.startswith(UTF16_MARKS) or b"\0" in raw):
+                raise UserError(f"{path}, line 1: not UTF-8 but, it seems, UTF-16; save it as UTF-8")
             try:
                 # utf-8-sig: spreadsheets put a byte order mark before the header.
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 found = f"byte 0x{raw[error.start]:02x} at position {error.start}"
-                raise UserError(f"{path}, line {number}: not UTF-8 ({found}); expected UTF-8 text") from None
+                raise UserError(
+                    f"{path}, line {number}: not UTF-8 ({found}); expected UTF-8 text: save it as UTF-8"
+                ) from None
 
 
 def _bytes(path: Path) -> bytes:
     with _open(path) as file:
-        return b"".join(_guard_gzip(path, file))
+        return b"".join(_guarded(path, file))
 
 
 def _gzipped(path: Path) -> bool:
@@ -168,11 +192,13 @@ def _open(path: Path) -> BinaryIO:
         raise UserError(f"{path}: cannot be opened ({error.strerror})") from None
 
 
-def _guard_gzip(path: Path, lines: Iterable[bytes]) -> Iterator[bytes]:
+def _guarded(path: Path, lines: Iterable[bytes]) -> Iterator[bytes]:
     try:
         yield from lines
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a readable gzip file ({_first_line(error)})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gar.data.rows import Row, Table
+from gar.data._rows import Row, Table
 from gar.errors import UserError
 
 CONVERTED = "refs/convert/parquet"

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gar.data.permutation import fixed_permutation
+from gar.data._permutation import fixed_permutation
+from gar.data._rows import Row, Table
 from gar.data.registry import RegisteredTask, bigbench_paths
-from gar.data.rows import Row, Table
 from gar.errors import UserError
 
 RELEASE = "bigbench-1.0.0"
@@ -79,16 +79,17 @@ def fetch(path: str, cache: Path) -> Path:
     """The cached ``task.json`` of a BIG-bench folder, downloading the distribution when it is not there."""
     directory = cache / RELEASE
     file = _cached(directory, path)
-    if not file.is_file():
-        try:
+    try:
+        if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             with FileLock(directory / "lock"):
                 if not file.is_file():  # another process may have been faster
                     _fill(directory, {*bigbench_paths(), path})
-        except PermissionError as error:
-            raise UserError(
-                f"{directory}: cannot be written ({error.strerror}); set GAR_CACHE to a directory of yours"
-            ) from None
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be read or written ({error.strerror or error}); set GAR_CACHE to a "
+            "directory of yours"
+        ) from None
     return file
 
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gar.data.task import Split, Task
-from gar.errors import UserError, nearest
+from gar.data.task import Split, Task, check_labels, text_problem
+from gar.errors import UserError, nearest, short, shown, unwritable
 
 Row = tuple[int, Mapping[str, Any]]
 Segment = tuple[str, ...]  # columns whose texts are joined by ": "
 
+#: What public test splits hold in place of a class index, and what torch ignores.
+UNLABELLED = ("-1", "-100")
+#: Up to so many classes, each in its own row, are believed without a declaration.
+MANY_CLASSES = 20
+HEAD = 1000  # rows in which a better label column is looked for
+
 
 @dataclass(frozen=True)
 class Table:
-    """Numbered rows of one source. ``columns`` is None where every row brings its own keys (JSONL)."""
+    """Numbered rows of one source. ``columns`` is None where every row brings its own keys (JSONL).
+
+    ``head`` collects the first rows as they are read.
+    """
 
     source: str
     rows: Iterable[Row]
     columns: tuple[str, ...] | None = None
     unit: str = "line"
+    head: list[Mapping[str, Any]] = field(default_factory=list, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def build_task(recipe: Recipe, train: Sequence[Table], validation: Sequence[Tabl
     """Read both splits and check them; several tables of one split are joined in order."""
     notes: list[str] = []
     train_examples = _examples(recipe, train, "train", notes)
-    names = recipe.labels or _distinct(example.label for example in train_examples)
+    names = recipe.labels or _found_classes(recipe, train_examples)
     train_split = _split(recipe, names, train_examples)
     seen = {names[i] for i in np.unique(train_split.labels)}
     if len(seen) == 1:
@@ -71,6 +82,7 @@ def build_task(recipe: Recipe, train: Sequence[Table], validation: Sequence[Tabl
             f"{_sources(train)}: every training label of task {recipe.name!r} is {seen.pop()!r}; "
             "expected two or more classes"
         )
+    check_labels(f"task {recipe.name!r}", names)
     validation_examples = _examples(recipe, validation, "validation", notes)
     validation_split = _split(recipe, names, validation_examples, seen)
     return Task(
@@ -110,7 +122,9 @@ def _examples(recipe: Recipe, tables: Sequence[Table], split: str, notes: list[s
         raise UserError(f"{_sources(tables)}: {reason}; expected {split} examples of task {recipe.name!r}")
     if dropped:
         total = len(examples) + empty + unlabelled
-        notes.append(f"{recipe.name} {split}: dropped {' and '.join(dropped)} of {total} rows")
+        # An option may not change silently on how many rows a model is measured.
+        rest = f"; it is measured on the other {len(examples)}" if split == "validation" else ""
+        notes.append(f"{recipe.name} {split}: dropped {' and '.join(dropped)} of {total} rows{rest}")
     return examples
 
 
@@ -123,6 +137,8 @@ def _check_columns(recipe: Recipe, table: Table) -> None:
 
 def _read(recipe: Recipe, table: Table) -> Iterator[_Example]:
     for number, row in table.rows:
+        if len(table.head) < HEAD:
+            table.head.append(row)
         segments = _segments(recipe.text, table, number, row)
         if recipe.label not in row:
             raise _no_column(f"{table.source}, line {number}", "key", recipe.label, row)
@@ -140,14 +156,17 @@ def _segments(
         value = row[column]
         if not isinstance(value, str) and not _is_null(value):
             where = f"{table.source}, {table.unit} {number}"
-            raise UserError(f"{where}: column {column!r} holds {_shown(value)}, expected a string")
+            raise UserError(f"{where}: column {column!r} holds {shown(value)}, expected a string")
         texts[column] = value if isinstance(value, str) else ""
+        if (problem := text_problem(texts[column])) is not None:
+            where = f"{table.source}, {table.unit} {number}"
+            raise UserError(f"{where}: column {column!r} holds {problem}")
     return tuple(_join(texts[column] for column in segment) for segment in text)
 
 
 def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] | None]:
     """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs."""
-    segments: tuple[Segment, ...] = tuple(tuple(field.split(": ")) for field in text)
+    segments: tuple[Segment, ...] = tuple(tuple(name.split(": ")) for name in text)
     if table.columns is not None:
         for column in (column for segment in segments for column in segment):
             if column not in table.columns:
@@ -175,13 +194,18 @@ def _label_name(table: Table, number: int, column: str, value: Any) -> str:
     if _is_null(value):
         return ""
     if isinstance(value, str):
-        return value.strip()
+        if (found := unwritable(label := value.strip())) is not None:
+            raise UserError(
+                f"{table.source}, {table.unit} {number}: label column {column!r} holds {shown(label)} with "
+                f"{found}; expected a label of printable characters on one line"
+            )
+        return label
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return str(int(value))
     raise UserError(
-        f"{table.source}, {table.unit} {number}: label column {column!r} holds {_shown(value)}, "
+        f"{table.source}, {table.unit} {number}: label column {column!r} holds {shown(value)}, "
         "expected a string or an integer"
     )
 
@@ -208,10 +232,10 @@ def _split(
             raise _unknown_label(example, names)
         if found is None or (seen is not None and names[found] not in seen):
             assert seen is not None
-            shown = example.label if found is None else names[found]
+            label = example.label if found is None else names[found]
             raise UserError(
-                f"{example.where}: label {shown!r} never occurs in training; expected one of "
-                f"{_listed(sorted(seen))}{nearest(shown, seen)}"
+                f"{example.where}: label {short(label)} never occurs in training; expected one of "
+                f"{_listed(sorted(seen))}{_unlabelled(label) or nearest(label, seen)}"
             )
         labels[i] = found
     pairs = [example.segments[1] for example in examples] if len(recipe.text) == 2 else None
@@ -226,37 +250,75 @@ def _label_index(names: tuple[str, ...], hub_codes: bool) -> dict[str, int]:
     return index
 
 
-def _distinct(labels: Iterable[str]) -> tuple[str, ...]:
-    distinct = set(labels)
-    return tuple(sorted(distinct, key=int) if all(map(_is_integer, distinct)) else sorted(distinct))
+def _found_classes(recipe: Recipe, examples: Sequence[_Example]) -> tuple[str, ...]:
+    """The distinct labels, sorted, where they look like classes; what does not must be declared."""
+    counts = Counter(example.label for example in examples)
+    names = sorted(counts, key=lambda n: (int(n), n)) if all(map(_is_integer, counts)) else sorted(counts)
+    negative = [name for name in names if name.startswith("-") and _is_integer(name)]
+    # -1 and 1 alone are the two classes of an older convention.
+    if len(negative) == 1 and negative[0] in UNLABELLED and set(names) != {"-1", "1"}:
+        first = next(example for example in examples if example.label == negative[0])
+        raise UserError(
+            f"{first.where}: label {negative[0]} marks rows without a label in public test splits "
+            f"({counts[negative[0]]} of {len(examples)} rows); drop these rows, or declare it as a class "
+            f"with labels: {names[:3] + ['…'] * (len(names) > 3)}"
+        )
+    alone = sum(count == 1 for count in counts.values())
+    if len(names) > MANY_CLASSES and 2 * alone > len(examples):
+        raise UserError(
+            f"{examples[0].table.source}: label column {recipe.label!r} has {len(names)} different values in "
+            f"{len(examples)} rows, {alone} of them once; expected classes that repeat, or all of them "
+            f"declared with labels: […]{_better_label(recipe, examples[0].table)}"
+        )
+    return tuple(names)
+
+
+def _better_label(recipe: Recipe, table: Table) -> str:
+    """The column, if any, whose first values repeat most, as a sentence part."""
+    found: dict[str, int] = {}
+    for column in table.head[0].keys() - {recipe.label}:
+        values = [row.get(column) for row in table.head]
+        if all(isinstance(value, str | int) and value != "" for value in values):
+            distinct = len(set(values))
+            if 2 <= distinct <= min(MANY_CLASSES, len(values) // 2):
+                found[column] = distinct
+    if not found:
+        return ""
+    column = min(found, key=lambda name: (found[name], name))
+    return f"; did you mean label: {column} ({found[column]} different values)?"
 
 
 def _is_integer(name: str) -> bool:
     digits = name.removeprefix("-")
-    return digits.isascii() and digits.isdigit()
+    return digits.isascii() and digits.isdigit() and len(digits) < 20
 
 
 def _unknown_label(example: _Example, names: tuple[str, ...]) -> UserError:
     indices = "" if any(map(_is_integer, names)) else f" (or an index from 0 to {len(names) - 1})"
     return UserError(
-        f"{example.where}: label {example.label!r} is not a declared one; expected one of "
-        f"{_listed(names)}{indices}{nearest(example.label, names)}"
+        f"{example.where}: label {short(example.label)} is not a declared one; expected one of "
+        f"{_listed(names)}{indices}"
+        f"{_unlabelled(example.label) or nearest(example.label, names)}"
     )
+
+
+def _unlabelled(label: str) -> str:
+    return f"; {label} marks rows without a label: drop them" if label in UNLABELLED else ""
 
 
 def _no_column(where: str, kind: str, name: str, found: Iterable[str]) -> UserError:
     found = list(found)
-    return UserError(f"{where}: no {kind} {name!r}; found {_listed(found)}{nearest(name, found)}")
+    hint = nearest(name, found)
+    if kind == "column" and len(found) == 1:
+        separator = next((s for s in (";", "\t", ",", "|") if s in found[0]), None)
+        if separator is not None:
+            hint = f"; separated by {separator!r}, it seems; expected commas in .csv, tabs in .tsv"
+    return UserError(f"{where}: no {kind} {name!r}; found {_listed(found)}{hint}")
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:12])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > 12 else shown
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 40 else text[:39] + '…'} ({type(value).__name__})"
+    listed = ", ".join(map(short, names[:12]))
+    return f"{listed}, … ({len(names)} in all)" if len(names) > 12 else listed
 
 
 def _sources(tables: Sequence[Table]) -> str:

@@ -1,0 +1,55 @@
+"""What the examples of a mixture come from, told without reading them into memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+from gar.config import MixtureConfig, TaskConfig
+from gar.data import _bigbench
+from gar.data._files import data_file, file_format
+from gar.data.load import local_files, resolve
+from gar.data.registry import RegisteredTask
+from gar.errors import path_errors
+
+
+def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[str, str]:
+    """A digest for every task of what its examples come from.
+
+    For local files (``data_dir`` too) it is their format and content, byte by byte, wherever they lie; for
+    the hub the data set's id, configuration and splits; for BIG-bench the release and the task's folder.
+    Which columns, labels and how many rows are taken is configuration and has no part in it. Missing files
+    are a :class:`~gar.errors.UserError`, as in :func:`~gar.data.load_mixture`.
+    """
+    _, entries = resolve(config)
+    return {entry.name: _digest(_source(entry, data_dir)) for entry in entries}
+
+
+def _source(entry: RegisteredTask | TaskConfig, data_dir: str | Path | None) -> object:
+    if (files := local_files(entry, data_dir)) is not None:
+        return ["files", *map(_content, files)]
+    if isinstance(entry, TaskConfig):
+        return ["hub", entry.hub, entry.hub_config, [entry.train_split], [entry.validation_split]]
+    if entry.hub is not None:
+        return ["hub", entry.hub, entry.config, entry.train, entry.validation]
+    return ["bigbench", _bigbench.RELEASE, _bigbench.SHA256, entry.bigbench]
+
+
+def _digest(source: object) -> str:
+    return hashlib.blake2b(json.dumps(source).encode(), digest_size=16).hexdigest()
+
+
+def _content(file: Path) -> list[str]:
+    file = data_file(file)
+    with path_errors(file):
+        status = file.stat()
+        content = _file_digest(file.absolute(), status.st_size, status.st_mtime_ns)
+    return [file_format(file), content]
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_digest(file: Path, size: int, mtime_ns: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
