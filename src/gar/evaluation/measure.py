@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gar import metrics
 from gar.config import CacheConfig, EvaluationConfig
+from gar.data import check_mixture
 from gar.data.batches import split
 from gar.data.task import Mixture, Task
 from gar.features import Source, make_source
@@ -75,9 +76,7 @@ def evaluate(
     ``{task: [E]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
     the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
     """
-    if model.head is None:
-        for task in mixture.tasks:
-            model.task(task.name)  # its head must be there
+    check_mixture(model.tasks, mixture)
     options = options or EvaluationConfig()
     source = source or make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
     with evaluating(model):

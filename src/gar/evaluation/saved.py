@@ -9,7 +9,7 @@ from typing import Any
 
 from gar import config as configuration
 from gar.config import Config
-from gar.data import Mixture, load_mixture, read_texts
+from gar.data import Mixture, check_mixture, load_mixture, read_texts
 from gar.errors import UserError
 from gar.model.multitask import CONFIG_FILE, MultiTaskModel, TaskInfo
 from gar.runs.environment import resolve_device
@@ -54,13 +54,7 @@ def load_saved(
     if own is not None:
         trained = configuration.load(own).mixture
         data = replace(data, batch_size=trained.batch_size, group_size=trained.group_size)
-    for task in data.tasks:
-        known = model.task(task.name).labels
-        if known != tuple(task.labels):
-            raise UserError(
-                f"task {task.name}: the model was trained on labels {', '.join(known)}, "
-                f"the data have {', '.join(task.labels)}"
-            )
+    check_mixture(model.tasks, data)
     return Saved(model, data, config)
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, explain
-from gar.data import Mixture, load_mixture
+from gar.data import Mixture, check_mixture, load_mixture
 from gar.data.registry import registry
 from gar.data.task import Task
 from gar.errors import UserError, nearest
@@ -62,6 +62,7 @@ def train(
         raise TypeError("give either config= or method and options, not both")
     else:
         _check_described(config, model, mixture)
+    check_mixture(model.tasks, mixture)
     with computing_threads(config.threads):
         model.to(resolve_device(config.device))
         if out is None:
@@ -72,7 +73,8 @@ def train(
             if weights.is_file():
                 model.load_owned_state(load_file(weights), str(weights))
             return result.to_dict()
-        with hold(path, config, resume, note="" if described else IN_MEMORY) as directory:
+        data = {task.name: task.fingerprint() for task in mixture.tasks}
+        with hold(path, config, resume, note="" if described else IN_MEMORY, data=data) as directory:
             return _fit(model, mixture, config, directory, hooks).to_dict()
 
 
