@@ -75,7 +75,7 @@ def evaluate(
     ``{task: [E]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
     the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
     """
-    if model.head is None:
+    if not model.site.shared_head:
         for task in mixture.tasks:
             model.task(task.name)  # its head must be there
     options = options or EvaluationConfig()
@@ -200,12 +200,8 @@ def routing_summary(
 ) -> dict[str, Any]:
     """The ``routing`` section. The load is probability mass at FFN sites, selection counts at the head."""
     pooled = np.concatenate(forward.example_gates)
-    if model.head is None:
-        load = pooled.mean(0)
-        by_task = [q.mean(0) for q in forward.example_gates]
-    else:
-        load = forward.counts.sum(0) / forward.counts.sum()
-        by_task = list(forward.counts / forward.counts.sum(1, keepdims=True))
+    load = model.site.load(pooled, forward.counts.sum(0))
+    by_task = map(model.site.load, forward.example_gates, forward.counts)
     arrays = Measured(load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between)
     return {
         "load": load.tolist(),

@@ -1,20 +1,25 @@
 """The multi-task model in two halves, its expert sites, and the backbones under it."""
 
 from gar.model.multitask import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
     MultiTaskModel,
-    Output,
     Prediction,
-    SiteState,
     TaskInfo,
     evaluating,
     example_losses,
     length_bucketed,
 )
+from gar.model.sites import SITES, Output, Site, SiteState
 
 __all__ = [
+    "CONFIG_FILE",
+    "SITES",
+    "WEIGHTS_FILE",
     "MultiTaskModel",
     "Output",
     "Prediction",
+    "Site",
     "SiteState",
     "TaskInfo",
     "evaluating",
