@@ -202,7 +202,12 @@ def test_both_splits_are_found_by_one_fingerprint(world: Path, monkeypatch: pyte
     """It reads all weights, so it is computed once a start."""
     computed: list[int] = []
     original = sources.prefix_facts
-    monkeypatch.setattr(sources, "prefix_facts", lambda model: computed.append(1) or original(model))
+
+    def watched(model: MultiTaskModel) -> dict[str, Any]:
+        computed.append(1)
+        return original(model)
+
+    monkeypatch.setattr(sources, "prefix_facts", watched)
     config = make_config(world)
     make_sources(*tiny_runs.load(config), config.cache)
     assert computed == [1]

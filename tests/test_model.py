@@ -25,11 +25,21 @@ from gar.cli.app import run
 from gar.config import BackboneConfig, Config, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.errors import UserError
-from gar.model import MultiTaskModel, Output, SiteState, TaskInfo, _saved, length_bucketed, multitask, sites
+from gar.model import (
+    MultiTaskModel,
+    Output,
+    SiteState,
+    TaskInfo,
+    _saved,
+    example_losses,
+    length_bucketed,
+    multitask,
+    sites,
+)
 from gar.model.backbone import fingerprint
 from gar.model.sites import LoRAFFN
 from gar.routing import Routing
-from gar.runs.files import checksum
+from gar.runs.files import checksum, sync
 from support.tiny import relative_error
 from support.tiny_backbones import (
     KINDS,
@@ -508,12 +518,11 @@ def test_a_saved_model_is_on_the_disk_before_its_configuration(
     directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    original = _saved.sync
 
     def watched(path: Path) -> None:
         assert not (tmp_path / "model" / "config.json").exists() or path == tmp_path
         synced.append(path.name)
-        original(path)
+        sync(path)
 
     monkeypatch.setattr(_saved, "sync", watched)
     make_model(directories["bert"], trainable=True, dtype="float32").save_pretrained(tmp_path / "model")

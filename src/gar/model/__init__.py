@@ -1,8 +1,6 @@
 """The multi-task model in two halves, its expert sites, and the backbones under it."""
 
 from gar.model.multitask import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
     MultiTaskModel,
     Prediction,
     TaskInfo,
@@ -13,9 +11,7 @@ from gar.model.multitask import (
 from gar.model.sites import SITES, Output, Site, SiteState
 
 __all__ = [
-    "CONFIG_FILE",
     "SITES",
-    "WEIGHTS_FILE",
     "MultiTaskModel",
     "Output",
     "Prediction",

@@ -25,7 +25,7 @@ from gar.model._saved import CONFIG_FILE as CONFIG_FILE
 from gar.model._saved import WEIGHTS_FILE as WEIGHTS_FILE
 from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
 from gar.model.sites import SITES, Output, SiteState
-from gar.nn import RoutedExperts
+from gar.nn import RoutedExperts, RoutedHead
 from gar.version import __version__
 
 PRECISIONS = ("float32", "bfloat16")
@@ -57,6 +57,9 @@ class MultiTaskModel(nn.Module):
     """
 
     bank: RoutedExperts
+    #: What the site brings: one head a task, or one for all.
+    heads: nn.ModuleDict
+    head: RoutedHead
 
     def __init__(
         self,

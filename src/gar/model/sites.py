@@ -81,6 +81,8 @@ class Site(ABC):
     replaces_ffn: ClassVar[bool] = False
 
     bank: RoutedExperts
+    #: What is applied after adding the experts' output, or None.
+    tail: nn.Module | None = None
 
     @abstractmethod
     def __init__(
@@ -138,7 +140,6 @@ class _FFNSite(Site):
         classes: Mapping[str, int],
     ) -> None:
         self._pool = partial(pool, how=config.pooling)
-        #: What is applied after adding the experts' output, or None.
         self.tail = self._find_tail(backbone, entry)
         self.residual_dropout = nn.Dropout(0.0)
         self.bank = self._build(backbone, entry, config, experts)
