@@ -17,8 +17,8 @@ from gar.config import CacheConfig, build
 from gar.errors import UserError
 from gar.features.sources import RawSource
 from gar.methods import GAR
-from gar.model.architecture import ARCHITECTURES, architecture, pool
-from gar.model.multitask import MultiTaskModel, SiteState, evaluating
+from gar.model import MultiTaskModel, SiteState, evaluating
+from gar.model._architecture import ARCHITECTURES, architecture, pool
 from gar.training import Updater
 from support.tiny import relative_error
 from support.tiny_backbones import (
@@ -48,7 +48,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 def pooled_hidden(model: MultiTaskModel) -> tuple[Tensor, tuple[Any, ...]]:
     """What the heads see for all examples, [B, d], and the tokens behind it."""
     seen: list[Tensor] = []
-    modules = [model.head] if model.head is not None else list(model.heads.values())
+    modules = [model.head] if model.site.shared_head else list(model.heads.values())
     handles = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for module in modules]
     tokens, segments = all_tokens(model, make_splits(model))
     with torch.no_grad():
@@ -282,7 +282,6 @@ def test_gradient_checkpointing_changes_nothing(
 
 
 def without_dropout(model: MultiTaskModel) -> None:
-    model.residual_dropout = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -20,8 +20,8 @@ from gar.config import CacheConfig, Config
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
 from gar.evaluation.measure import evaluate
-from gar.features import cache
-from gar.features.cache import Features, Writer, key_of, open_or_build
+from gar.features import Features, _cache, sources
+from gar.features._cache import Writer, key_of, open_or_build
 from gar.features.sources import CachedSource, RawSource, make_source, make_sources, prefix_facts, tokenized
 from gar.model.multitask import MultiTaskModel
 from gar.training import fit
@@ -119,6 +119,20 @@ def test_a_second_start_computes_nothing(
     evaluate(model, mixture, cache=config.cache)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("width", [1, 3, 384, 10**6])
+def test_mapped_features_are_aligned(tmp_path: Path, dtype: str, width: int) -> None:
+    """As torch's own buffers are: vector instructions then take the same path, and give the same bits."""
+
+    def wide(writer: Writer) -> None:
+        writer.put(np.arange(3), torch.ones(3, 4, width), torch.ones(3, width))
+
+    features = open_or_build(tmp_path, FACTS, TOKENS, dtype, wide)
+    assert features.x is not None
+    assert features.x.data_ptr() % 64 == 0
+    assert features.base.data_ptr() % 64 == 0
+
+
 # ---------------------------------------------------------------------- the key
 
 
@@ -160,6 +174,45 @@ def test_one_changed_weight_has_another_entry(world: Path) -> None:
     assert key(make_config(world), model=model) != key(make_config(world))
 
 
+@pytest.mark.parametrize("site", ["lora_ffn", "full_ffn", "lora_head"])
+def test_weights_changed_in_place_have_other_features(world: Path, tmp_path: Path, site: str) -> None:
+    """A model that has used the cache and is changed then does not get the states of before."""
+    config = make_config(world, experts__site=site, cache__directory=str(tmp_path))
+    model, mixture = tiny_runs.load(config)
+    splits, rows = [mixture.tasks[0].train], [(0, np.arange(4))]
+
+    def states() -> tuple[torch.Tensor, ...]:
+        options = (config.cache, CacheConfig(enabled=False))
+        cached, raw = (make_source(model, splits, cache).state(rows) for cache in options)
+        return tuple(s.base if s.base.dim() == 2 else s.base[s.mask] for s in (cached, raw))
+
+    first, _ = states()
+    weight = next(model.backbone.parameters())
+    kept = weight.data.clone()
+    weight.data.mul_(1.5)
+    changed, computed = states()
+    assert not torch.allclose(changed, first, atol=1e-3)
+    assert torch.allclose(changed, computed, atol=1e-5)
+    weight.data.copy_(kept)
+    assert torch.equal(states()[0], first)
+    assert len([entry for entry in (tmp_path / "features").iterdir() if entry.is_dir()]) == 2
+
+
+def test_both_splits_are_found_by_one_fingerprint(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads all weights, so it is computed once a start."""
+    computed: list[int] = []
+    original = sources.prefix_facts
+
+    def watched(model: MultiTaskModel) -> dict[str, Any]:
+        computed.append(1)
+        return original(model)
+
+    monkeypatch.setattr(sources, "prefix_facts", watched)
+    config = make_config(world)
+    make_sources(*tiny_runs.load(config), config.cache)
+    assert computed == [1]
+
+
 def test_texts_order_and_type_ids_have_entries_of_their_own(world: Path) -> None:
     model, mixture = tiny_runs.load(make_config(world))
     (split,) = tokenized(model, [mixture.tasks[1].train])
@@ -191,7 +244,7 @@ def test_another_library_version_has_another_entry(
 
 
 def files_and_damages() -> Iterator[tuple[str, str]]:
-    for name in ("x.npy", "base.npy", "offsets.npy", cache.MANIFEST):
+    for name in ("x.npy", "base.npy", "offsets.npy", _cache.MANIFEST):
         for damage in ("flip first", "flip middle", "flip last", "truncate", "empty", "remove"):
             yield name, damage
 
@@ -228,14 +281,14 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) 
 
 def test_any_flipped_byte_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
     check(open_or_build(tmp_path, FACTS, TOKENS, "float32", fill))
-    path = entry_of(tmp_path) / cache.MANIFEST
+    path = entry_of(tmp_path) / _cache.MANIFEST
     intact = path.read_bytes()
     for at in range(len(intact)):
         for bit in (0x01, 0x80):
             content = bytearray(intact)
             content[at] ^= bit
             path.write_bytes(content)
-            features = cache._open(path.parent)
+            features = _cache._open(path.parent)
             if features is not None:
                 check(features)
 
@@ -306,7 +359,7 @@ def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(
     def no_space(self: Any, row: int, values: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cache._Array, "put", no_space)
+    monkeypatch.setattr(_cache._Array, "put", no_space)
     with pytest.raises(UserError, match=r"No space left on device.*cache.directory=DIR, or --no-cache"):
         open_or_build(tmp_path, FACTS, TOKENS, "float32", fill)
     assert not [path for path in (tmp_path / "features").iterdir() if path.is_dir()]
@@ -355,6 +408,6 @@ def test_states_beyond_half_precision_are_refused(world: Path, tmp_path: Path, e
 
 
 def test_bytes_that_read_back_otherwise_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_open", lambda entry: None)
+    monkeypatch.setattr(_cache, "_open", lambda entry: None)
     with pytest.raises(UserError, match="the disk may be failing"):
         open_or_build(tmp_path, FACTS, TOKENS, "float32", fill)

@@ -80,7 +80,7 @@ def counted(model: MultiTaskModel, mixture: Mixture) -> tuple[Counter, list[Coun
                 state = model.prefix(ids, mask, None if types is None else torch.tensor([types]))
                 _, routing = model.suffix(state, [(task.name, 1)])
             for position, selected in enumerate(routing.selected.reshape(-1, experts).tolist()):
-                if model.head is None:
+                if model.site.unit == "token":
                     items: list[Any] = [int(ids[0, position])]
                 else:
                     items = [(task.name, None), (task.name, task.labels[int(split.labels[n])])]

@@ -103,7 +103,7 @@ class Twin:
         with torch.no_grad():
             state = model.prefix(ids, torch.ones_like(ids, dtype=torch.bool), types)
         base = state.base[0].double()
-        head = model.head is not None
+        head = model.site.unit == "example"
         x = base.unsqueeze(0) if head else state.x[0].double()
         z = x @ model.bank.router.weight.detach().double().T + model.bank.router.bias.detach().double()
         gates = oracles.straight_through_gate(z) if self.top_k == 1 else oracles.masked_softmax(z, self.top_k)
@@ -132,7 +132,7 @@ class Twin:
         """The pooled output of the site in BERT: its norm follows only where the experts replace the FFN."""
         if self.model.experts_config.site == "lora_ffn":
             return base + mixed.mean(0)
-        norm = next(m for m in (self.model.tail, self.model._tail) if m is not None)
+        norm = self.model.site.tail
         summed = base + mixed
         centred = summed - summed.mean(-1, keepdim=True)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + norm.eps)
@@ -177,7 +177,7 @@ def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: i
     counts = np.array([sum(m.selections.numpy() for m in seen[t.name]) for t in tasks])
     gates = {name: np.array([m.q.numpy() for m in found]) for name, found in seen.items()}
     pooled = np.concatenate(list(gates.values()))
-    if model.head is None:
+    if model.site.unit == "token":
         load, by_task = pooled.mean(0), {name: q.mean(0) for name, q in gates.items()}
     else:
         load = counts.sum(0) / counts.sum()
@@ -293,6 +293,27 @@ def test_probe_stops_between_whole_batches(directory: str, examples: int, taken:
     split = mixture.tasks[0].validation.select(range(taken))
     shorter = Mixture("tiny", (Task("first", LABELS["first"], split, split),), 4, 3)
     assert norms == measure(model, shorter, probe_examples=1000)["routing"]["gradient_norms"]
+
+
+def test_the_third_logit_of_a_binary_task_counts_as_wrong(directory: str) -> None:
+    """The specification's argmax is over the whole shared head, where ``predict`` answers with a label."""
+    mixture = make_mixture("first", "second")
+    model = model_for(directory, mixture, site="lora_head")
+    before = measure(model, mixture)["accuracy"]["tasks"]["first"]
+    assert before > 0
+    split = mixture.tasks[0].validation
+    answers = model.predict("first", split.texts)
+    assert (
+        np.mean([LABELS["first"].index(a.label) == y for a, y in zip(answers, split.labels, strict=True)]) > 0
+    )
+    with torch.no_grad():
+        model.bank.router.weight.zero_()  # the raised logit must decide alone
+        model.get_parameter("head.base.bias")[2] += 200
+    found = measure(model, mixture)["accuracy"]
+    assert found["tasks"]["first"] == 0
+    assert found["extra"]["first_f1"] == 0
+    assert {answer.label for answer in model.predict("first", split.texts)} <= {*LABELS["first"]}
+    assert found["tasks"]["second"] == np.mean(mixture.tasks[1].validation.labels == 2)
 
 
 def test_batches_of_the_forward_do_not_matter(directory: str) -> None:

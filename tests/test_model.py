@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
@@ -20,12 +21,25 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel
 
-from gar.config import BackboneConfig, ExpertsConfig
+from gar.cli.app import run
+from gar.config import BackboneConfig, Config, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.errors import UserError
+from gar.model import (
+    MultiTaskModel,
+    Output,
+    SiteState,
+    TaskInfo,
+    _saved,
+    example_losses,
+    length_bucketed,
+    multitask,
+    sites,
+)
 from gar.model.backbone import fingerprint
-from gar.model.multitask import MultiTaskModel, Output, SiteState, TaskInfo, example_losses, length_bucketed
+from gar.model.sites import LoRAFFN
 from gar.routing import Routing
+from gar.runs.files import checksum, sync
 from support.tiny import relative_error
 from support.tiny_backbones import (
     KINDS,
@@ -223,6 +237,7 @@ def test_missing_extra_and_misshapen_keys_are_named(
     make_model(directories["bert"], site, dtype="float32").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     stored = load_file(path)
+    seal(tmp_path, files=False)
     for changed, reason in [
         ({k: v for k, v in stored.items() if k != key}, f"lacks '{key}'"),
         ({**stored, key + "2": torch.zeros(1)}, f"unknown key '{key}2'"),
@@ -230,14 +245,14 @@ def test_missing_extra_and_misshapen_keys_are_named(
         ({}, "lacks .* and [0-9]+ more"),
     ]:
         save_file(changed, path)
-        with pytest.raises(UserError, match=reason) as refused:
+        with unchecked, pytest.raises(UserError, match=reason) as refused:
             MultiTaskModel.from_pretrained(tmp_path)
         assert str(path) in str(refused.value)
     path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="cannot be read"):
+    with unchecked, pytest.raises(UserError, match="cannot be read"):
         MultiTaskModel.from_pretrained(tmp_path)
     path.unlink()
-    with pytest.raises(UserError, match="cannot be read"):
+    with unchecked, pytest.raises(UserError, match="cannot be read"):
         MultiTaskModel.from_pretrained(tmp_path)
 
 
@@ -251,16 +266,331 @@ def test_a_failed_load_changes_nothing(directories: Directories) -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_settings_of_a_newer_version_are_told(directories: Directories, tmp_path: Path) -> None:
+# --------------------------------------------------------------------------------------------------
+# A saved model that is not as it was written
+# --------------------------------------------------------------------------------------------------
+
+
+def seal(directory: Path, tree: dict[str, Any] | None = None, files: bool = True) -> None:
+    """Write config.json anew with the right checksums, or without any, as an older version did."""
+    path = directory / "config.json"
+    tree = json.loads(path.read_text()) if tree is None else tree
+    listed = tree.pop("files", {})
+    if files:
+        sums = {name: checksum(directory / name) for name in listed if name != "config.json"}
+        tree["files"] = {**sums, "config.json": _saved._digest(tree)}
+    path.write_text(json.dumps(tree))
+
+
+unchecked = pytest.warns(UserWarning, match="has no checksums of the model's files")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, directories: Directories) -> Path:
+    """A saved model, to be copied."""
     model = make_model(directories["bert"], dtype="float32")
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    saved = json.loads(path.read_text())
-    saved["experts"] |= {"shape": "round", "colour": "red"}
-    path.write_text(json.dumps(saved))
-    with pytest.warns(UserWarning, match="ignoring colour, shape, saved by a newer version"):
-        loaded = MultiTaskModel.from_pretrained(tmp_path)
-    assert same_logits(model, loaded)
+    scatter_weights(model)
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copied"))
+
+
+def test_keys_of_a_newer_version_are_told(saved: Path, copied: Path) -> None:
+    tree = json.loads((copied / "config.json").read_text())
+    tree["experts"] |= {"shape": "round", "colour": "red"}
+    tree["tasks"][1]["weight"] = 2
+    tree["quantised"] = {"bits": 4}
+    seal(copied, tree)
+    ignored = "ignoring experts.colour, experts.shape, quantised, tasks.1.weight, saved by a newer version"
+    with pytest.warns(UserWarning, match=ignored):
+        loaded = MultiTaskModel.from_pretrained(copied)
+    assert same_logits(MultiTaskModel.from_pretrained(saved), loaded)
+
+
+def test_an_edited_configuration_is_told_and_used(saved: Path, copied: Path) -> None:
+    path = copied / "config.json"
+    path.write_text(path.read_text().replace('"alpha": 3.0', '"alpha": 6.0'))
+    with pytest.warns(UserWarning, match=r"config\.json: was changed after the model was saved"):
+        loaded = MultiTaskModel.from_pretrained(copied)
+    assert loaded.experts_config.alpha == 6
+    assert not same_logits(MultiTaskModel.from_pretrained(saved), loaded)
+
+
+def paths_in(tree: Any, *above: Any) -> list[tuple[Any, ...]]:
+    """The place of every key below a JSON object."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    found: list[tuple[Any, ...]] = []
+    for key, value in items:
+        found += [(*above, key)] * isinstance(tree, dict) + paths_in(value, *above, key)
+    return found
+
+
+def test_nothing_is_defaulted(copied: Path) -> None:
+    """Every key must be there: a default could change, silently, what the model predicts."""
+    intact = json.loads((copied / "config.json").read_text())
+    places = [place for place in paths_in(intact) if place[0] != "files"]
+    assert {("experts", "alpha"), ("experts", "top_k"), ("backbone", "pooling"), ("precision",)} <= {*places}
+    for place in places:
+        tree = copy.deepcopy(intact)
+        node = tree
+        for key in place[:-1]:
+            node = node[key]
+        del node[place[-1]]
+        seal(copied, tree)
+        with pytest.raises(UserError) as refused:
+            MultiTaskModel.from_pretrained(copied)
+        name = ".".join(map(str, place))
+        assert str(refused.value) == f"{copied / 'config.json'}: missing key {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("precision", "float16", "precision is 'float16'; expected 'float32' or 'bfloat16'"),
+        ("precision", "float23", "did you mean 'float32'"),
+        ("format", "gar-multitask-modem", "expected 'gar-multitask-model'"),
+        ("gar_version", 2, "gar_version is 2; input should be a valid string"),
+        ("backbone", "minilm", "backbone is 'minilm'; input should be an object"),
+        ("backbone", None, "backbone is None"),
+        ("backbone.pooling", "max", "backbone.pooling is 'max'; expected 'mean', 'first' or 'last'"),
+        ("backbone.max_length", "24", "backbone.max_length is '24'; input should be a valid integer"),
+        ("backbone.trainable", "no", "backbone.trainable is 'no'; input should be a valid boolean"),
+        ("backbone_fingerprint", 12, "backbone_fingerprint is 12"),
+        ("experts", [], "experts is .*; input should be an object"),
+        ("experts.count", 3.5, "experts.count is 3.5; input should be a valid integer"),
+        ("experts.count", True, "experts.count is True; input should be a valid integer"),
+        ("experts.top_k", 9, "experts.top_k is 9 but experts.count is 3; expected top_k <= count"),
+        ("experts.site", "lora_fn", "did you mean 'lora_ffn'"),
+        ("experts.alpha", "3", "experts.alpha is '3'; input should be a valid number"),
+        ("experts.alpha", float("nan"), "not valid JSON .found NaN"),
+        ("experts.alpha", float("inf"), "not valid JSON .found Infinity"),
+        ("tasks", [], "tasks is .*; tuple should have at least 1 item"),
+        ("tasks", {}, "tasks is .*; input should be a valid"),
+        ("tasks.0.labels", [], "tasks.0.labels is .*; tuple should have at least 1 item"),
+        ("tasks.0.labels", [1, 2], "tasks.0.labels.0 is 1; input should be a valid string"),
+        ("tasks.0.text", ["a", "b", "c"], "tasks.0.text is .*; tuple should have at most 2 items"),
+        ("tasks.0.name", "second", "tasks: names must be distinct, found second, second"),
+        ("files", [], "files is .*; input should be an object"),
+        # Valid alone, but not with the weights or the backbone.
+        ("experts.count", 4, "model.safetensors: 'bank.router.weight' has shape"),
+        ("backbone.trainable", True, "model.safetensors: lacks 'backbone"),
+        ("tasks.0.labels", ["a", "b", "c"], "'heads.task_first.weight' has shape .2, 8., expected .3, 8."),
+        ("backbone.max_length", 41, "positions for 40 tokens"),
+        ("backbone_fingerprint", "0", "trained on another .*had fingerprint 0, those found now"),
+    ],
+)
+def test_wrong_values_are_one_line(copied: Path, place: str, value: Any, reason: str) -> None:
+    tree = json.loads((copied / "config.json").read_text())
+    node = tree
+    *above, last = [int(key) if key.isdigit() else key for key in place.split(".")]
+    for key in above:
+        node = node[key]
+    node[last] = value
+    if place == "files":
+        (copied / "config.json").write_text(json.dumps(tree))
+    else:
+        seal(copied, tree)
+    with pytest.raises(UserError, match=reason) as refused:
+        MultiTaskModel.from_pretrained(copied)
+    assert str(copied) in str(refused.value) or place == "backbone.max_length"
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "config.json: not valid JSON"),
+        (b'{"format": "gar-multitask-model", ', "config.json: not valid JSON"),
+        (b"[]", "config.json: expected a JSON object, found list"),
+        (b'{"format": "gar-multitask-model"}', "config.json: missing key"),
+        (b'{"experts": {}}', "config.json: missing key"),
+        (b'{"name": "\xff"}', "config.json: not UTF-8 at byte 10"),
+    ],
+)
+def test_broken_configurations_are_said_to_be_broken(copied: Path, content: bytes, reason: str) -> None:
+    (copied / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=reason) as refused:
+        MultiTaskModel.from_pretrained(copied)
+    assert "\n" not in str(refused.value)
+
+
+def test_mistakes_in_a_saved_model_end_the_command_line_with_2(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads((copied / "config.json").read_text())
+    del tree["experts"]["alpha"]
+    tree["colour"] = "red"  # told only of a model that is loaded
+    seal(copied, tree)
+    assert run(["predict", str(copied), "the cat"]) == 2
+    assert capsys.readouterr().err == f"error: {copied / 'config.json'}: missing key 'experts.alpha'\n"
+
+
+def damages(content: bytes, number: int) -> list[bytes]:
+    """The content with one bit flipped, at places spread over it; cut short; and empty."""
+    places = [i * (len(content) - 1) // (number - 1) for i in range(number)]
+    flipped = [content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :] for at in places]
+    return [*flipped, content[:-1], b""]
+
+
+def test_every_file_of_a_saved_model_is_checked(saved: Path, copied: Path) -> None:
+    files = json.loads((saved / "config.json").read_text())["files"]
+    assert files.keys() == {path.name for path in saved.iterdir()}
+    assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    for name in files.keys() - {"config.json"}:
+        intact = (copied / name).read_bytes()
+        for content in damages(intact, 31):
+            (copied / name).write_bytes(content)
+            with pytest.raises(UserError, match="damaged: its checksum is") as refused:
+                MultiTaskModel.from_pretrained(copied)
+            assert str(refused.value).startswith(f"{copied / name}: ")
+        (copied / name).unlink()
+        with pytest.raises(UserError, match=f"{name}: No such file or directory; expected it"):
+            MultiTaskModel.from_pretrained(copied)
+        (copied / name).write_bytes(intact)
+    (copied / "README.md").write_text("A card of the user's own.")
+    assert same_logits(MultiTaskModel.from_pretrained(copied), MultiTaskModel.from_pretrained(saved))
+
+
+def test_no_flipped_bit_of_the_configuration_passes(saved: Path, copied: Path) -> None:
+    """It is refused, or told in a warning (here an error): a number may be another valid one."""
+    intact = (saved / "config.json").read_bytes()
+    *changed, without_newline, empty = damages(intact, 200)
+    for content in (*changed, empty):
+        (copied / "config.json").write_bytes(content)
+        with pytest.raises((UserError, UserWarning)):
+            MultiTaskModel.from_pretrained(copied)
+    (copied / "config.json").write_bytes(without_newline)
+    MultiTaskModel.from_pretrained(copied)
+
+
+def test_a_model_of_an_older_version_loads_with_a_warning(saved: Path, copied: Path) -> None:
+    seal(copied, files=False)
+    with unchecked:
+        loaded = MultiTaskModel.from_pretrained(copied)
+    assert same_logits(MultiTaskModel.from_pretrained(saved), loaded)
+
+
+def test_a_directory_may_be_saved_to_again(directories: Directories, tmp_path: Path) -> None:
+    """What an earlier model left there is not taken for a part of the new one."""
+    for trainable in (True, False, True):
+        model = make_model(directories["bert"], trainable=trainable, dtype="float32")
+        scatter_weights(model)
+        model.save_pretrained(tmp_path / "model")
+        assert (tmp_path / "model" / "backbone").is_dir() == trainable
+        assert same_logits(model, MultiTaskModel.from_pretrained(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("stage", ["files", "config"])
+def test_a_save_that_fails_leaves_nothing_that_loads_as_another_model(
+    directories: Directories, saved: Path, copied: Path, tmp_path: Path, monkeypatch: Any, stage: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    model = make_model(directories["bert"], dtype="float32", tasks={"other": ["a", "b"]})
+    with monkeypatch.context() as patch:
+        patch.setattr(*((multitask, "save_file") if stage == "files" else (_saved, "write_json")), fail)
+        for directory in (copied, tmp_path / "new"):
+            with pytest.raises(OSError, match="No space"):
+                model.save_pretrained(directory)
+            assert not list(directory.glob(".*"))
+    with pytest.raises(UserError, match="backbone without heads"):
+        MultiTaskModel.from_pretrained(tmp_path / "new")
+    if stage == "files":
+        loaded = MultiTaskModel.from_pretrained(copied)
+        assert same_logits(MultiTaskModel.from_pretrained(saved), loaded)
+    else:
+        with pytest.raises(UserError, match="damaged: its checksum is"):
+            MultiTaskModel.from_pretrained(copied)
+    (copied / ".partial").mkdir()  # of a process that was killed
+    (copied / ".partial" / "model.safetensors").write_bytes(b"half")
+    model.save_pretrained(copied)
+    assert not list(copied.glob(".*"))
+    assert MultiTaskModel.from_pretrained(copied).tasks == model.tasks
+
+
+def test_a_saved_model_is_on_the_disk_before_its_configuration(
+    directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def watched(path: Path) -> None:
+        assert not (tmp_path / "model" / "config.json").exists() or path == tmp_path
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(_saved, "sync", watched)
+    make_model(directories["bert"], trainable=True, dtype="float32").save_pretrained(tmp_path / "model")
+    files = json.loads((tmp_path / "model" / "config.json").read_text())["files"]
+    names = {Path(name).name for name in files}
+    assert {*synced} == names | {"backbone", tmp_path.name}
+
+
+# --------------------------------------------------------------------------------------------------
+# A frozen backbone whose weights were changed in memory
+# --------------------------------------------------------------------------------------------------
+
+
+@every_site
+@pytest.mark.parametrize("part", ["backbone", "tail"])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "llama"])
+def test_a_frozen_backbone_changed_in_memory_is_saved_with_its_weights(
+    directories: Directories, tmp_path: Path, kind: str, site: str, part: str
+) -> None:
+    model = make_model(directories[kind], site, dtype="float32")
+    scatter_weights(model)
+    if part not in dict(model.named_children()):
+        pytest.skip("no norm outside of the backbone")
+    model.save_pretrained(tmp_path / "before")
+    assert not (tmp_path / "before" / "backbone").exists()
+    weight = next(iter(model.get_submodule(part).parameters()))
+    kept = weight.data.clone()
+    weight.data.view(-1)[3:6] += 0.5  # torch's own version counters do not see this
+    changed = logits_of(model)
+    model.save_pretrained(tmp_path / "after")
+    loaded = MultiTaskModel.from_pretrained(tmp_path / "after")
+    assert all(torch.equal(a, b) for a, b in zip(changed, logits_of(loaded), strict=True))
+    assert not loaded.config.trainable
+    assert loaded.trainable_parameters()
+    assert len(loaded.trainable_parameters()) == len(model.trainable_parameters())
+    loaded.save_pretrained(tmp_path / "again")
+    assert same_logits(loaded, MultiTaskModel.from_pretrained(tmp_path / "again"))
+    # Into a model that was made as this one was, before the change.
+    other = make_model(directories[kind], site, dtype="float32")
+    other.load_weights(tmp_path / "after")
+    assert same_logits(loaded, other)
+    # Changed back, it needs its name alone again.
+    weight.data.copy_(kept)
+    model.save_pretrained(tmp_path / "after")
+    assert not (tmp_path / "after" / "backbone").exists()
+
+
+@every_site
+def test_the_fingerprint_is_that_of_the_weights_as_they_are(directories: Directories, site: str) -> None:
+    model = make_model(directories["bert"], site, dtype="float32")
+    before = model.backbone_fingerprint
+    assert model.backbone_fingerprint == before
+    weight = next(model.backbone.parameters())
+    kept = weight.data.clone()
+    weight.data[0] += 1
+    assert model.backbone_fingerprint != before
+    weight.data = kept
+    assert model.backbone_fingerprint == before
+
+
+def test_weights_are_taken_over_from_a_saved_model_alone(
+    directories: Directories, saved: Path, tmp_path: Path
+) -> None:
+    model = make_model(directories["bert"], dtype="float32")
+    model.load_weights(saved)
+    assert same_logits(model, MultiTaskModel.from_pretrained(saved))
+    with pytest.raises(UserError, match="holds no saved model"):
+        model.load_weights(directories["bert"])
 
 
 def test_saved_models_bring_their_own_tasks(directories: Directories, tmp_path: Path) -> None:
@@ -444,7 +774,6 @@ def test_float64_is_float64_throughout(directories: Directories, site: str) -> N
 def test_the_shared_head_is_as_wide_as_the_widest_task(directories: Directories) -> None:
     model = make_model(directories["bert"], "lora_head").eval()
     scatter_weights(model)
-    assert model.head is not None
     assert model.head.base.weight.shape == (3, WIDTH)
     first, second = logits_of(model)
     assert (first.shape[1], second.shape[1]) == (3, 3)  # also of the task with two labels
@@ -462,6 +791,7 @@ def test_the_shared_head_is_as_wide_as_the_widest_task(directories: Directories)
     assert before.shape == (6, 2)
     assert torch.allclose(model.predict_probabilities("first", SENTENCES), before, atol=1e-6)
     assert {answer.label for answer in model.predict("first", SENTENCES)} <= {"no", "yes"}
+    # Measured, the third logit counts: see test_evaluation.
 
 
 def test_the_shared_head_is_base_plus_gated_deltas(directories: Directories) -> None:
@@ -471,7 +801,6 @@ def test_the_shared_head_is_base_plus_gated_deltas(directories: Directories) -> 
     with torch.no_grad():
         state = model.prefix(*tokens)
         output = model.suffix(state, segments)
-        assert model.head is not None
         experts: Any = model.head.deltas.experts
         h = state.base
         deltas = torch.stack([1.5 * (h @ a.T) @ b.T for a, b in zip(experts.A, experts.B, strict=True)], 1)
@@ -493,10 +822,10 @@ def test_one_expert_is_plain_lora(directories: Directories, kind: str) -> None:
     experts = model.bank.experts
     assert state.x is not None
     delta = 1.5 * (state.x @ experts.A[0].T) @ experts.B[0].T
-    if model.tail is None:
+    if model.site.tail is None:
         pooled = state.base + torch.stack([d[m].mean(0) for d, m in zip(delta, state.mask, strict=True)])
     else:
-        states = model.tail(state.base + delta)
+        states = model.site.tail(state.base + delta)
         pooled = torch.stack([s[m].mean(0) for s, m in zip(states, state.mask, strict=True)])
     start = 0
     for (_, size), head, logits in zip(segments, model.heads.values(), output.logits, strict=True):
@@ -530,6 +859,82 @@ def test_segments_choose_the_heads(directories: Directories) -> None:
         other = model.suffix(state, [("first", 8)]).logits[0]
     assert [tuple(t.shape) for t in logits] == [(3, 3), (4, 2), (1, 3)]
     assert torch.allclose(logits[1], other[3:7], atol=1e-12)
+
+
+def test_segments_of_unknown_tasks(directories: Directories) -> None:
+    """Without a head of its own a task is refused; a shared head answers for any."""
+    for site in SITES:
+        model = make_model(directories["bert"], site)
+        tokens, _ = all_tokens(model, make_splits(model))
+        state = model.prefix(*tokens)
+        if model.site.shared_head:
+            assert model.suffix(state, [("third", 8)]).logits[0].shape == (8, 3)
+        else:
+            with pytest.raises(UserError, match=r"task: unknown name 'secnd'.*did you mean 'second'"):
+                model.suffix(state, [("first", 4), ("secnd", 4)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Sites
+# --------------------------------------------------------------------------------------------------
+
+
+@every_site
+def test_a_model_describes_itself(directories: Directories, site: str) -> None:
+    model = make_model(directories["bert"], site, precision="bfloat16")
+    assert model.description == {
+        "backbone": model.config,
+        "experts": model.experts_config,
+        "precision": "bfloat16",
+    }
+    assert Config.model_validate(model.description).experts.site == site
+    with pytest.raises(
+        UserError, match="precision: unknown name 'float16'; expected one of float32, bfloat16"
+    ):
+        make_model(directories["bert"], site, precision="float16")
+
+
+@every_site
+def test_what_a_site_says_of_itself(directories: Directories, site: str) -> None:
+    model = make_model(directories["bert"], site, dropout=0.25)
+    gates, counts = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]]), np.array([3, 1, 4])
+    at_head = site == "lora_head"
+    assert model.site.unit == ("example" if at_head else "token")
+    assert model.site.units(5, 7) == ((5,) if at_head else (5, 7))
+    expected = [3 / 8, 1 / 8, 1 / 2] if at_head else [0.25, 0.375, 0.375]
+    assert model.site.load(gates, counts).tolist() == expected
+    assert model.site.dropout == (0.0 if site == "full_ffn" else 0.25)
+    shape = None if site == "full_ffn" else (*model.site.units(5, 7), WIDTH)
+    assert model.site.dropout_shape(5, 7) == shape
+    assert make_model(directories["bert"], site, dropout=0.0).site.dropout_shape(5, 7) is None
+    assert model.site.bank is model.bank
+
+
+def test_a_site_of_ones_own_is_one_class(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts at the final FFN and a head shared by all tasks, made of the parts of two other sites."""
+
+    class SharedHead(LoRAFFN):
+        shared_head = True
+
+        def output(self, state: SiteState, segments: Any, keep: Tensor | None) -> Output:
+            return super().output(state, [("second", size) for _, size in segments], keep)
+
+    monkeypatch.setitem(sites.SITES, "lora_ffn", SharedHead)
+    model = make_model(directories["bert"])
+    scatter_weights(model)
+    assert [logits.shape[1] for logits in logits_of(model)] == [3, 3]
+
+
+def test_nobody_else_asks_which_site_it_is() -> None:
+    package = Path(sites.__file__).parents[1]
+    for room in ("model", "features", "evaluation", "training"):
+        for path in (package / room).rglob("*.py"):
+            if path.name == "benchmark.py":  # lays out grids of configurations
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Compare):
+                    names = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+                    assert not names & {*SITES}, f"{path.name}, line {node.lineno}"
 
 
 def test_states_move_and_change_dtype() -> None:
@@ -587,6 +992,23 @@ def test_pairs_are_predicted_as_in_training(directories: Directories) -> None:
         assert torch.allclose(found, logits.softmax(-1).float(), atol=1e-6)
         swapped = model.predict_probabilities("second", second, first)
         assert not torch.allclose(found, swapped)
+
+
+@every_site
+@frozen_or_not
+def test_every_module_gets_its_own_mode_back(directories: Directories, site: str, trainable: bool) -> None:
+    """Whatever the user put in eval mode stays there, and so does a frozen backbone put in training mode."""
+    model = make_model(directories["bert"], site, trainable, dtype="float32")
+    model.bank.eval()
+    model.backbone.train(not trainable)
+    model.backbone.get_submodule("embeddings").train(trainable)
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert len(set(modes.values())) == 2
+    seen: list[set[bool]] = []
+    model.bank.register_forward_hook(lambda *_: seen.append({m.training for m in model.modules()}))
+    model.predict("first", ["no"])
+    assert seen == [{False}]
+    assert {name: module.training for name, module in model.named_modules()} == modes
 
 
 def test_a_failing_prediction_restores_the_mode(directories: Directories) -> None:

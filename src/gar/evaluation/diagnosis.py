@@ -58,7 +58,7 @@ def diagnose(
     """
     if top < 0 or minimum_count < 1:
         raise ValueError(f"top must be 0 or more and minimum_count 1 or more, got {top} and {minimum_count}")
-    tally: _Tokens | _Labels = _Tokens(model, mixture) if model.head is None else _Labels(model, mixture)
+    tally = TALLIES[model.site.unit](model, mixture)
     sections = evaluate(model, mixture, source=source, options=options, cache=cache, watch=tally)
     return {
         "schema": SCHEMA,
@@ -66,7 +66,7 @@ def diagnose(
         "site": model.experts_config.site,
         "experts": model.experts_config.count,
         "top_k": model.experts_config.top_k,
-        "unit": "token" if model.head is None else "example",
+        "unit": model.site.unit,
         "collapse": metrics.describe_collapse(sections["routing"]["load"]),
         **sections,
         "minimum_count": minimum_count,
@@ -185,6 +185,10 @@ class _Labels:
             [{"task": self._items[x.item][0], "label": self._items[x.item][1], **_numbers(x)} for x in expert]
             for expert in found
         ]
+
+
+#: What is counted, by the routed unit.
+TALLIES: dict[str, type[_Tokens] | type[_Labels]] = {"token": _Tokens, "example": _Labels}
 
 
 def _numbers(lifted: Lifted) -> dict[str, Any]:

@@ -199,12 +199,8 @@ def routing_summary(
 ) -> dict[str, Any]:
     """The ``routing`` section. The load is probability mass at FFN sites, selection counts at the head."""
     pooled = np.concatenate(forward.example_gates)
-    if model.head is None:
-        load = pooled.mean(0)
-        by_task = [q.mean(0) for q in forward.example_gates]
-    else:
-        load = forward.counts.sum(0) / forward.counts.sum()
-        by_task = list(forward.counts / forward.counts.sum(1, keepdims=True))
+    load = model.site.load(pooled, forward.counts.sum(0))
+    by_task = map(model.site.load, forward.example_gates, forward.counts)
     arrays = Measured(load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between)
     return {
         "load": load.tolist(),

@@ -5,7 +5,7 @@ Both give the training loop the same states, so the loop does not know which one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +18,8 @@ from gar.config import CacheConfig
 from gar.data.paths import cache_root
 from gar.data.task import Mixture, Split
 from gar.data.tokenize import TokenizedSplit, tokenize_split
-from gar.features.cache import Features, Writer, does_not_fit, open_or_build
-from gar.model.multitask import MultiTaskModel, SiteState, evaluating, length_bucketed
+from gar.features._cache import Features, Writer, does_not_fit, open_or_build
+from gar.model import MultiTaskModel, SiteState, evaluating, length_bucketed
 
 #: Examples of one task: its number and their indices.
 Part = tuple[int, NDArray[np.int64]]
@@ -107,16 +107,21 @@ def tokenized(model: MultiTaskModel, splits: Sequence[Split]) -> list[TokenizedS
 
 
 def make_source(
-    model: MultiTaskModel, splits: Sequence[Split], cache: CacheConfig, progress: Progress | None = None
+    model: MultiTaskModel,
+    splits: Sequence[Split],
+    cache: CacheConfig,
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Source:
     """The source for some splits: cached when the backbone is frozen and the cache enabled.
 
-    ``progress(done, total)`` counts examples whose features are ready.
+    ``progress(done, total)`` counts examples whose features are ready; ``facts`` are the model's
+    :func:`prefix_facts`, where they were just computed.
     """
     tokens = tokenized(model, splits)
-    if model.config.trainable or not cache.enabled:
+    if not _cached(model, cache):
         return RawSource(model, tokens, cache)
-    facts = prefix_facts(model)
+    facts = facts or prefix_facts(model)
     dtype = "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
     total, done = sum(len(split) for split in tokens), 0
     features: list[Features] = []
@@ -151,14 +156,19 @@ def make_sources(
     def from_(start: int) -> Progress | None:
         return None if progress is None else lambda done, total: progress(start + done, sum(sizes))
 
+    facts = prefix_facts(model) if _cached(model, cache) else None
     return (
-        make_source(model, splits[0], cache, from_(0)),
-        make_source(model, splits[1], cache, from_(sizes[0])),
+        make_source(model, splits[0], cache, from_(0), facts),
+        make_source(model, splits[1], cache, from_(sizes[0]), facts),
     )
 
 
+def _cached(model: MultiTaskModel, cache: CacheConfig) -> bool:
+    return cache.enabled and not model.config.trainable
+
+
 def prefix_facts(model: MultiTaskModel) -> dict[str, Any]:
-    """Everything beside the tokens that determines a frozen prefix's output."""
+    """Everything beside the tokens that determines a frozen prefix's output, with its weights as they are."""
     return {
         "backbone": model.backbone_fingerprint,
         "architecture": model.backbone.config.to_dict() | {"_name_or_path": "", "transformers_version": ""},

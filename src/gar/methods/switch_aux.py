@@ -17,6 +17,10 @@ class SwitchAux(Method):
 
     At FFN sites ``u_m`` is the sample weight and routing inputs are detached; at the head site ``u_m`` is
     the task weight ``v_m`` and the gradient follows the ordinary routing path, into a trainable backbone.
+
+    The specification names the frozen FFN and the trainable head only. For an FFN site with a trained
+    backbone, full FFNs above all, the routed unit decides, as for the frozen one: the term balances the
+    router and does not shape the states below it.
     """
 
     name: ClassVar[str] = "switchaux"

@@ -2,19 +2,20 @@
 
 from gar.model.multitask import (
     MultiTaskModel,
-    Output,
     Prediction,
-    SiteState,
     TaskInfo,
     evaluating,
     example_losses,
     length_bucketed,
 )
+from gar.model.sites import SITES, Output, Site, SiteState
 
 __all__ = [
+    "SITES",
     "MultiTaskModel",
     "Output",
     "Prediction",
+    "Site",
     "SiteState",
     "TaskInfo",
     "evaluating",

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,23 +19,18 @@ from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.data.tokenize import TokenizedSplit, pad, tokenize_split
 from gar.errors import UserError, one_of
-from gar.model.architecture import (
-    Capture,
-    architecture,
-    dense_ffn,
-    pool,
-    position_limit,
-    remove_dense_ffn,
-    site_tail,
-)
+from gar.model import _saved
+from gar.model._architecture import architecture, position_limit
+from gar.model._saved import CONFIG_FILE as CONFIG_FILE
+from gar.model._saved import WEIGHTS_FILE as WEIGHTS_FILE
 from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
-from gar.nn import RoutedExperts, RoutedFFN, RoutedHead, RoutedLoRA
-from gar.routing import Routing
+from gar.model.sites import SITES, Output, SiteState
+from gar.nn import RoutedExperts, RoutedHead
 from gar.version import __version__
 
-SectionT = TypeVar("SectionT", BackboneConfig, ExpertsConfig)
-HEAD_STD = 0.02
-CONFIG_FILE, WEIGHTS_FILE, BACKBONE_DIR = "config.json", "model.safetensors", "backbone"
+PRECISIONS = ("float32", "bfloat16")
+#: Submodules that stay as they were loaded when the backbone is frozen.
+FROZEN = ("backbone", "tail")
 
 
 class TaskInfo(NamedTuple):
@@ -49,34 +39,6 @@ class TaskInfo(NamedTuple):
     name: str
     labels: tuple[str, ...]
     text: tuple[str, ...] = ("text",)
-
-
-@dataclass(frozen=True)
-class SiteState:
-    """What ``prefix`` hands to ``suffix`` for B examples.
-
-    FFN sites: ``x`` [B, L, d] the routing and expert input, ``base`` what the experts' output is added to,
-    [B, L, d], or already pooled [B, d] where nothing nonlinear follows, ``mask`` bool [B, L]. Head site:
-    ``x`` is None and ``base`` [B, d] the pooled representation.
-    """
-
-    x: Tensor | None
-    base: Tensor
-    mask: Tensor
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> SiteState:
-        """Moved, with floating tensors in ``dtype``."""
-        x = None if self.x is None else self.x.to(device, dtype, non_blocking=True)
-        return SiteState(
-            x, self.base.to(device, dtype, non_blocking=True), self.mask.to(device, non_blocking=True)
-        )
-
-
-class Output(NamedTuple):
-    """Logits [n_i, C_i], one entry a segment, and the routing of the expert site."""
-
-    logits: list[Tensor]
-    routing: Routing
 
 
 class Prediction(NamedTuple):
@@ -89,8 +51,15 @@ class Prediction(NamedTuple):
 class MultiTaskModel(nn.Module):
     """A backbone, one routed expert site and classification heads.
 
-    Build one with :meth:`from_pretrained`; ``tasks`` are :class:`TaskInfo` entries.
+    Build one with :meth:`from_pretrained`; ``tasks`` are :class:`TaskInfo` entries. ``site`` is what differs
+    between the places for experts, ``bank`` its experts; ``config``, ``experts_config`` and ``precision`` are
+    the settings it was made with (together: :attr:`description`).
     """
+
+    bank: RoutedExperts
+    #: What the site brings: one head a task, or one for all.
+    heads: nn.ModuleDict
+    head: RoutedHead
 
     def __init__(
         self,
@@ -102,6 +71,8 @@ class MultiTaskModel(nn.Module):
         precision: str = "float32",
     ) -> None:
         super().__init__()
+        if precision not in PRECISIONS:
+            raise one_of("precision", precision, PRECISIONS)
         if config.trainable and config.dtype == "bfloat16":
             raise UserError(
                 "backbone.dtype is bfloat16 for a trainable backbone; expected float32 weights, "
@@ -112,11 +83,8 @@ class MultiTaskModel(nn.Module):
             raise UserError(f"task names must be distinct, at least one; got {[task.name for task in tasks]}")
         self.experts_config, self.config, self.precision = experts, config, precision
         self.tokenizer, self.backbone = tokenizer, backbone
-        # What the frozen weights were: resuming, saving and the feature cache need to know.
-        self._backbone_fingerprint: str | None = None
         if not config.trainable:
             backbone.requires_grad_(False).eval()
-        width = int(backbone.config.hidden_size)
         entry = architecture(backbone)
         limit = position_limit(backbone)
         if limit is not None and config.max_length > limit:
@@ -124,39 +92,15 @@ class MultiTaskModel(nn.Module):
                 f"backbone.max_length is {config.max_length}, but {config.name} has positions for {limit} "
                 f"tokens; expected at most {limit}"
             )
-        self._tail: nn.Module | None = None
-        self.tail: nn.Module | None = None
-        self.residual_dropout = 0.0
-        self.head: RoutedHead | None = None
-        self.bank: RoutedExperts
-        self._capture: Capture | None = None
-        if experts.site != "lora_head":
-            tail = site_tail(backbone, entry, experts.site)
-            dense = dense_ffn(backbone, entry)
-            if experts.site == "full_ffn":
-                if config.trainable and dense.inner_dropout:
-                    raise UserError(
-                        f"backbone {config.name} has dropout {dense.inner_dropout} inside its FFN, which "
-                        "full_ffn experts do not have; expected 0 in its config.json"
-                    )
-                self.bank = RoutedFFN.from_dense(
-                    dense.first, dense.second, dense.activation, experts.count, experts.top_k
-                )
-                self.residual_dropout = dense.dropout if config.trainable else 0.0
-                if not self.saves_backbone:
-                    self._backbone_fingerprint = fingerprint(backbone)  # of the backbone as it was loaded
-                remove_dense_ffn(backbone, entry)
-            else:
-                self.bank = RoutedLoRA(width, width, **self._lora_options())
-            self._place_tail(tail)
-            self._capture = Capture(backbone, entry, experts.site)
-            self.heads = nn.ModuleDict({_key(task.name): _head(width, len(task.labels)) for task in tasks})
-        else:
-            classes = max(len(task.labels) for task in tasks)
-            self.head = RoutedHead(width, classes, **self._lora_options())
-            nn.init.normal_(self.head.base.weight, std=HEAD_STD)
-            nn.init.zeros_(self.head.base.bias)
-            object.__setattr__(self, "bank", self.head.deltas)  # a part of the head, not registered twice
+        # Digest of the weights that the backbone's name stands for, before the site takes any out; None where
+        # a saved model holds them anyway.
+        holds = config.trainable or config.random_weights
+        self._pretrained = None if holds else fingerprint(backbone)
+        classes = {task.name: len(task.labels) for task in tasks}
+        self.site = SITES[experts.site](backbone, entry, config, experts, classes)
+        for name, module in self.site.modules().items():
+            self.add_module(name, module)
+        object.__setattr__(self, "bank", self.site.bank)  # registered by the site, alone or inside the head
         if config.dtype == "float64":
             self.double()
         elif not config.trainable:
@@ -164,26 +108,14 @@ class MultiTaskModel(nn.Module):
             for name, module in self.named_children():
                 if name != "backbone":
                     module.float()
+        if self._pretrained is not None:
+            self._as_loaded = self._frozen_digests(None if self.site.replaces_ffn else self._pretrained)
         self.train()
 
-    def _lora_options(self) -> dict[str, Any]:
-        e = self.experts_config
-        return {
-            "experts": e.count,
-            "rank": e.rank,
-            "top_k": e.top_k,
-            "alpha": e.alpha,
-            "dropout": e.dropout,
-            "dropout_mask": e.dropout_mask,
-        }
-
-    def _place_tail(self, tail: nn.Module | None) -> None:
-        if tail is not None and not self.config.trainable:
-            self.tail = copy.deepcopy(tail)  # frozen, free to have the experts' dtype
-        elif tail is not None and any(tail is module for module in self.backbone.modules()):
-            object.__setattr__(self, "_tail", tail)  # trained as part of the backbone, not registered twice
-        else:
-            self.tail = tail
+    @property
+    def description(self) -> dict[str, Any]:
+        """The sections of a configuration that the model brings: ``backbone``, ``experts``, ``precision``."""
+        return {"backbone": self.config, "experts": self.experts_config, "precision": self.precision}
 
     # ------------------------------------------------------------------ building
 
@@ -204,11 +136,12 @@ class MultiTaskModel(nn.Module):
         label names. New weights depend on ``seed`` alone.
         """
         if not isinstance(name, BackboneConfig):
-            saved = _saved_config(Path(name))
+            directory = Path(name).expanduser()
+            saved = _saved.read(directory)
             if saved is not None:
                 if tasks is not None or experts is not None:
                     raise UserError(f"{name} is a saved model and brings its own tasks and experts")
-                return cls._load_saved(Path(name), saved)
+                return cls._load_saved(directory, saved)
             name = BackboneConfig(name=str(name))
         if tasks is None:
             raise UserError(
@@ -222,81 +155,91 @@ class MultiTaskModel(nn.Module):
             return cls(backbone, tokenizer, _task_infos(tasks), experts, name, precision)
 
     @classmethod
-    def _load_saved(cls, directory: Path, saved: dict[str, Any]) -> Self:
-        config = _from_saved(BackboneConfig, saved["backbone"], directory)
-        experts = _from_saved(ExpertsConfig, saved["experts"], directory)
-        tasks = [TaskInfo(t["name"], tuple(t["labels"]), tuple(t["text"])) for t in saved["tasks"]]
-        holds_backbone = (directory / BACKBONE_DIR).is_dir()
-        backbone = load_backbone(config, directory / BACKBONE_DIR if holds_backbone else None)
-        tokenizer = load_tokenizer(config, directory)
-        model = cls(backbone, tokenizer, tasks, experts, config, saved.get("precision", "float32"))
-        expected = saved.get("backbone_fingerprint")
-        if not holds_backbone and (found := model.backbone_fingerprint) != expected:
+    def _load_saved(cls, directory: Path, saved: _saved.SavedModel) -> Self:
+        expected = saved.backbone_fingerprint
+        backbone = load_backbone(
+            saved.backbone, directory / _saved.BACKBONE_DIR if expected is None else None
+        )
+        tokenizer = load_tokenizer(saved.backbone, directory)
+        tasks = [TaskInfo(task.name, task.labels, task.text) for task in saved.tasks]
+        model = cls(backbone, tokenizer, tasks, saved.experts, saved.backbone, saved.precision)
+        if expected is None:
+            model._pretrained = None
+        elif model._pretrained not in (None, expected):
             raise UserError(
-                f"{directory}: trained on another {config.name}; its weights had fingerprint {expected}, "
-                f"those found now have {found}"
+                f"{directory}: trained on another {saved.backbone.name}; its weights had fingerprint "
+                f"{expected}, those found now have {model._pretrained}"
             )
-        model._load_weights(directory / WEIGHTS_FILE)
+        model.load_owned_state(_saved.read_weights(directory), str(directory / WEIGHTS_FILE))
         return model.eval()
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write config.json, model.safetensors, and the tokenizer.
-
-        A frozen backbone is stored by name and fingerprint, a trained one with its weights.
-        """
+    def load_weights(self, directory: str | Path) -> None:
+        """Take over the weights of a saved model of the same making; its files are checked."""
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.tokenizer.save_pretrained(directory)
-        if self.saves_backbone:
-            self.backbone.config.save_pretrained(directory / BACKBONE_DIR)
-        save_file(self.owned_state(), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        if _saved.read(directory) is None:
+            raise UserError(f"{directory}: holds no saved model; expected a directory of save_pretrained")
+        self.load_owned_state(_saved.read_weights(directory), str(directory / WEIGHTS_FILE))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json, model.safetensors and the tokenizer, whole and on the disk, with checksums.
+
+        A frozen backbone is stored by name and fingerprint; a trained one with its weights, and so is one
+        whose weights were changed after it was loaded. Other files in the directory are left alone.
+        """
+        whole = self.saves_backbone or self._frozen_digests() != self._as_loaded
+
+        def fill(working: Path) -> None:
+            self.tokenizer.save_pretrained(working)
+            if whole:
+                self.backbone.config.save_pretrained(working / _saved.BACKBONE_DIR)
+            save_file(self._state(whole), working / WEIGHTS_FILE, metadata={"format": "pt"})
+
         path = Path(self.config.name).expanduser()
         name = str(path.resolve()) if self.config.name != PACKAGED and path.is_dir() else self.config.name
-        saved = {
-            "format": "gar-multitask-model",
+        facts = {
+            "format": _saved.FORMAT,
             "gar_version": __version__,
             "backbone": self.config.model_dump(mode="json") | {"name": name},
-            "backbone_fingerprint": None if self.saves_backbone else self.backbone_fingerprint,
+            "backbone_fingerprint": None if whole else self._pretrained,
             "experts": self.experts_config.model_dump(mode="json"),
             "precision": self.precision,
             "tasks": [
                 {"name": t.name, "labels": list(t.labels), "text": list(t.text)} for t in self.tasks.values()
             ],
         }
-        # Written last: a directory with it is complete.
-        (directory / CONFIG_FILE).write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+        _saved.write(Path(directory), facts, fill)
 
     @property
     def saves_backbone(self) -> bool:
-        """Whether a saved model holds the backbone's weights (not for a frozen pretrained one)."""
-        return self.config.trainable or self.config.random_weights
+        """Whether the model's own state has the backbone's weights (not those of a frozen pretrained one)."""
+        return self._pretrained is None
 
     @property
     def backbone_fingerprint(self) -> str:
-        """Digest of the backbone's weights as they are now."""
-        if self._backbone_fingerprint is None or self.config.trainable:
-            self._backbone_fingerprint = fingerprint(self.backbone)
-        return self._backbone_fingerprint
+        """Digest of the backbone's weights as they are now: computed anew, for nothing tells of a change."""
+        return fingerprint(self.backbone)
+
+    def _frozen_digests(self, backbone: str | None = None) -> dict[str, str]:
+        parts = {name: module for name, module in self.named_children() if name in FROZEN}
+        known = {} if backbone is None else {"backbone": backbone}
+        return {name: known.get(name) or fingerprint(module) for name, module in parts.items()}
 
     def owned_state(self) -> dict[str, Tensor]:
-        """The tensors that a saved model holds: everything except a frozen pretrained backbone."""
-        state = self.state_dict()
-        if not self.saves_backbone:
-            state = {k: v for k, v in state.items() if not k.startswith(("backbone.", "tail."))}
-        return {k: v.detach().contiguous() for k, v in state.items()}
+        """The tensors of the model's own: everything except a frozen pretrained backbone."""
+        return self._state(self.saves_backbone)
 
-    def _load_weights(self, path: Path) -> None:
-        try:
-            stored = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read ({error})") from None
-        self.load_owned_state(stored, str(path))
+    def _state(self, whole: bool) -> dict[str, Tensor]:
+        state = self.state_dict().items()
+        return {k: v.detach().contiguous() for k, v in state if whole or k.split(".")[0] not in FROZEN}
 
     def load_owned_state(self, stored: Mapping[str, Tensor], where: str) -> None:
-        """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error."""
+        """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error.
+
+        Those of a model that was saved with its frozen backbone, because that was changed, may come with it.
+        """
         if any(key.endswith(".router.selection_bias") for key in stored):
             self.bank.router.add_selection_bias()
-        own = self.owned_state()
+        own = self._state(self.saves_backbone or any(key.startswith("backbone.") for key in stored))
         if missing := sorted(own.keys() - stored.keys()):
             raise UserError(
                 f"{where}: lacks {missing[0]!r}" + (f" and {len(missing) - 1} more" * (len(missing) > 1))
@@ -349,12 +292,7 @@ class MultiTaskModel(nn.Module):
             return hidden
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.trainable), self.autocast():
-            if self._capture is None:
-                return SiteState(None, pool(forward(), mask, self.config.pooling), mask)
-            x, base = self._capture.run(forward)
-            if self._site_tail is None:
-                base = pool(base, mask, self.config.pooling)
-            return SiteState(x, base, mask)
+            return self.site.read(forward, mask)
 
     def suffix(
         self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None = None
@@ -362,27 +300,10 @@ class MultiTaskModel(nn.Module):
         """From the expert site to the logits.
 
         ``segments`` names the task of consecutive rows: ``[("rte", 32), ("cb", 16)]``. ``keep`` is the
-        experts' dropout mask, drawn by the caller (see :meth:`gar.nn.RoutedLoRA.dropout_shape`).
+        experts' dropout mask, drawn by the caller (see :meth:`gar.model.Site.dropout_shape`).
         """
-        names = [name for name, _ in segments]
-        sizes = [size for _, size in segments]
         with self.autocast():
-            if self.head is not None:
-                logits, routing = self.head(state.base, keep)
-                return Output(list(logits.split(sizes)), routing)
-            assert state.x is not None
-            mixed, routing = self.bank(state.x, state.mask, keep)
-            if self._site_tail is None:
-                hidden = state.base + pool(mixed, state.mask, self.config.pooling)
-            else:
-                mixed = functional.dropout(mixed, self.residual_dropout, self.training)
-                hidden = pool(self._site_tail(state.base + mixed), state.mask, self.config.pooling)
-            parts = zip(names, hidden.split(sizes), strict=True)
-            return Output([self.heads[_key(name)](part) for name, part in parts], routing)
-
-    @property
-    def _site_tail(self) -> nn.Module | None:
-        return self.tail if self._tail is None else self._tail
+            return self.site.output(state, segments, keep)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """All parameters with gradients, in a fixed order."""
@@ -420,7 +341,8 @@ class MultiTaskModel(nn.Module):
     ) -> Tensor:
         """Probabilities [N, C] of a task's labels, in eval mode; the model's mode is left as it was.
 
-        Rows sum to 1: a shared head that is wider than the task answers among the task's labels.
+        Rows sum to 1: a shared head that is wider than the task answers among the task's labels. (In the
+        loss and in :func:`gar.evaluate` its further logits count, as the specification has it.)
         """
         info = self.task(task)
         if (len(info.text) == 2) != (pairs is not None):
@@ -463,13 +385,14 @@ def example_losses(output: Output, labels: Sequence[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, the former mode afterwards."""
-    mode = model.training
+    """Eval mode inside, every module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(mode)
+        for module, mode in modes:
+            module.training = mode
 
 
 def length_bucketed(lengths: NDArray[np.int64], batch_tokens: int) -> Iterator[NDArray[np.int64]]:
@@ -486,38 +409,7 @@ def length_bucketed(lengths: NDArray[np.int64], batch_tokens: int) -> Iterator[N
         start += size
 
 
-def _head(width: int, classes: int) -> nn.Linear:
-    head = nn.Linear(width, classes)
-    nn.init.normal_(head.weight, std=HEAD_STD)
-    nn.init.zeros_(head.bias)
-    return head
-
-
-def _key(task: str) -> str:
-    # torch forbids dots in module names, and an attribute name must not collide with a method.
-    return "task_" + task.replace("%", "%25").replace(".", "%2E")
-
-
 def _task_infos(tasks: Iterable[Task | TaskInfo] | Mapping[str, Sequence[str]]) -> list[TaskInfo]:
     if isinstance(tasks, Mapping):
         return [TaskInfo(name, tuple(labels)) for name, labels in tasks.items()]
     return [TaskInfo(task.name, tuple(task.labels), tuple(task.text)) for task in tasks]
-
-
-def _saved_config(directory: Path) -> dict[str, Any] | None:
-    try:
-        saved = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return saved if isinstance(saved, dict) and saved.get("format") == "gar-multitask-model" else None
-
-
-def _from_saved(cls: type[SectionT], values: dict[str, Any], directory: Path) -> SectionT:
-    known = {key: value for key, value in values.items() if key in cls.model_fields}
-    if unknown := sorted(values.keys() - known.keys()):
-        warnings.warn(
-            f"{directory}: ignoring {', '.join(unknown)}, saved by a newer version of gar",
-            UserWarning,
-            stacklevel=4,
-        )
-    return cls(**known)

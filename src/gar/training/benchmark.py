@@ -20,8 +20,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTraine
 
 from gar.config import CacheConfig, Config
 from gar.data.tokenize import TokenizedSplit
-from gar.features.cache import Features
-from gar.features.sources import CachedSource, RawSource, Source
+from gar.features import CachedSource, Features, RawSource, Source
 from gar.methods import GAR, Baseline, Method
 from gar.model.backbone import DTYPES, prepare
 from gar.model.multitask import MultiTaskModel, TaskInfo, length_bucketed

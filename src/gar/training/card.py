@@ -16,12 +16,12 @@ def model_card(model: MultiTaskModel, config: Config, mixture: Mixture, result: 
         f"| {task.name} | {', '.join(task.labels)} | {len(task.train)} | {accuracy['tasks'][task.name]:.4f} |"
         for task in mixture.tasks
     ]
-    e = config.experts
+    backbone, e = model.config, model.experts_config
     return "\n".join(
         [
             f"# {mixture.name}: multi-task classifier with routed experts",
             "",
-            f"Backbone `{config.backbone.name}` ({'trained' if config.backbone.trainable else 'frozen'}), "
+            f"Backbone `{backbone.name}` ({'trained' if backbone.trainable else 'frozen'}), "
             f"{e.count} experts at site `{e.site}`, {e.top_k} per unit; method `{config.method.name}`, "
             f"{result['updates']} updates, seed {config.seed}.",
             "",

@@ -21,7 +21,6 @@ from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Update
 from gar.model import MultiTaskModel, example_losses
-from gar.nn import RoutedLoRA
 from gar.seeds import derive_seed, generator
 from gar.training.checkpoint import state_tensors
 from gar.training.gradients import fill_gradients
@@ -247,20 +246,17 @@ def dropout_mask(
     Every group draws from its own stream at its own width: the mask depends neither on padding nor on how
     the update is split into passes.
     """
-    bank = model.bank
-    if not isinstance(bank, RoutedLoRA) or bank.dropout == 0 or not model.training:
+    site = model.site
+    widths = [int(lengths[group.task][group.examples].max()) for group in groups]
+    shape = site.dropout_shape(sum(len(group) for group in groups), max(widths)) if model.training else None
+    if shape is None:
         return None
-    at_head = model.head is not None
-    widths = [1 if at_head else int(lengths[group.task][group.examples].max()) for group in groups]
-    rows = sum(len(group) for group in groups)
-    shape = bank.dropout_shape((rows,) if at_head else (rows, max(widths)))
     keep = torch.ones(shape, dtype=torch.bool, device=model.device)
     start = 0
     for group, width in zip(groups, widths, strict=True):
-        block = keep[start : start + len(group)]
-        block = block if at_head else block[:, :width]
+        block = keep[start:][tuple(map(slice, site.units(len(group), width)))]
         stream = generator(model.device, seed, "dropout", number, group.number)
-        block.copy_(torch.empty_like(block).bernoulli_(1 - bank.dropout, generator=stream))
+        block.copy_(torch.empty_like(block).bernoulli_(1 - site.dropout, generator=stream))
         start += len(group)
     return keep
 

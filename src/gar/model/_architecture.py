@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 
 from gar.errors import UserError
 
-SiteName = Literal["lora_ffn", "full_ffn", "lora_head"]
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -143,20 +141,22 @@ def last_layer(model: nn.Module, entry: Architecture) -> nn.Module:
     return layers[-1]
 
 
-class Capture:
-    """Reads ``x`` and ``base`` while the backbone runs; holds nothing afterwards."""
+def norm_behind(model: nn.Module, entry: Architecture) -> nn.Module:
+    """The norm behind the final FFN's residual sum."""
+    if entry.final_norm is not None:
+        return module_at(model, entry.final_norm)
+    assert entry.post_norm is not None
+    return module_at(last_layer(model, entry), entry.post_norm)
 
-    def __init__(self, model: PreTrainedModel, entry: Architecture, site: SiteName) -> None:
-        layer = last_layer(model, entry)
-        self._input = layer.get_submodule(entry.ffn_input)
-        self._residual: nn.Module | None
-        if site == "full_ffn":
-            # The experts replace the FFN: base is the residual alone (x itself after a post-norm attention).
-            self._residual = layer.get_submodule(entry.pre_norm) if entry.pre_norm else self._input
-        elif entry.output is not None:
-            self._residual = None  # the FFN module returns normalised states: base is the model's output
-        else:
-            self._residual = site_tail(model, entry, site)
+
+class Capture:
+    """Reads what enters two modules while the backbone runs; holds nothing afterwards.
+
+    Without a ``residual`` module, ``base`` is the last hidden state.
+    """
+
+    def __init__(self, ffn_input: nn.Module, residual: nn.Module | None) -> None:
+        self._input, self._residual = ffn_input, residual
 
     def run(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """``(x, base)`` of one backbone forward that returns the last hidden state."""
@@ -173,16 +173,6 @@ class Capture:
             for handle in handles:
                 handle.remove()
         return seen[self._input], last if self._residual is None else seen[self._residual]
-
-
-def site_tail(model: PreTrainedModel, entry: Architecture, site: SiteName) -> nn.Module | None:
-    """The module applied after adding the experts' output, or None."""
-    if entry.final_norm is not None:
-        return module_at(model, entry.final_norm)
-    if entry.output is not None and site != "full_ffn":
-        return None
-    assert entry.post_norm is not None
-    return last_layer(model, entry).get_submodule(entry.post_norm)
 
 
 @dataclass(frozen=True)
