@@ -2,13 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test lint bench clean
+.PHONY: install quickstart test test-all test-numerics lint bench clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gar needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[quickstart,torchjd,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 quickstart: install
@@ -16,6 +16,15 @@ quickstart: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# With the slow tests.
+test-all: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m ''
+
+# What compares floating-point results once more: two threads, and the oldest instruction set of every library.
+OLDEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem
+test-numerics: install
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(OLDEST) $(BIN)/python -m pytest -n auto -m numerics
 
 lint: install
 	$(BIN)/ruff check .

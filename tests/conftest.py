@@ -8,6 +8,21 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+#: Modules that compare floating-point results, and so run with other threads and instruction sets as well.
+NUMERICS = {
+    "test_backbones", "test_batches", "test_cache", "test_diagnose", "test_evaluation", "test_methods",
+    "test_metrics_association", "test_metrics_gradient", "test_metrics_load", "test_metrics_statistics",
+    "test_model", "test_nn", "test_objective", "test_observation", "test_oracles", "test_reproducibility",
+    "test_routing", "test_runs", "test_sweep", "test_training",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        module = getattr(item, "module", None)
+        if module is not None and module.__name__.rpartition(".")[2] in NUMERICS:
+            item.add_marker(pytest.mark.numerics)
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -50,6 +50,7 @@ from support.tiny_backbones import (
     WIDTH,
     Directories,
     all_tokens,
+    logits_of,
     make_model,
     make_splits,
     save_backbone,
@@ -65,11 +66,11 @@ import torch
 import gar
 from safetensors.torch import save_file
 sys.path.insert(0, {tests!r})
-import test_model
+from support.tiny_backbones import logits_of
 results = {{}}
 for number, directory in enumerate(sys.argv[2:]):
     model = gar.MultiTaskModel.from_pretrained(directory)
-    for task, logits in enumerate(test_model.logits_of(model)):
+    for task, logits in enumerate(logits_of(model)):
         results[f"{{number}}.{{task}}"] = logits
 save_file(results, sys.argv[1])
 """
@@ -78,16 +79,6 @@ save_file(results, sys.argv[1])
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     return Directories(tmp_path_factory.mktemp("backbones"))
-
-
-def logits_of(model: MultiTaskModel) -> list[Tensor]:
-    """Logits of all examples in eval mode, one entry a task."""
-    tokens, segments = all_tokens(model, make_splits(model))
-    mode = model.training
-    with torch.no_grad():
-        logits = model.eval().suffix(model.prefix(*tokens).to(model.device, model.dtype), segments).logits
-    model.train(mode)
-    return logits
 
 
 def same_logits(a: MultiTaskModel, b: MultiTaskModel) -> bool:

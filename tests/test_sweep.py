@@ -372,7 +372,7 @@ def test_three_of_eight_runs_fail_for_real(tmp_path: Path) -> None:
     assert histories[0] == histories[1]
 
 
-@pytest.mark.skipif(not os.environ.get("GAR_SLOW_TESTS"), reason="GAR_SLOW_TESTS=1 runs it: about a minute")
+@pytest.mark.slow
 def test_three_of_forty_runs_fail_for_real(tmp_path: Path) -> None:
     check_failing_sweep(tmp_path, seeds=10)
 

@@ -204,3 +204,13 @@ def all_tokens(
     """All examples of all tasks as one batch, and its segments."""
     tokens = model.tokens([(split, np.arange(len(split))) for split in splits])
     return tokens, [(task.name, len(split)) for task, split in zip(TASKS, splits, strict=True)]
+
+
+def logits_of(model: MultiTaskModel) -> list[Tensor]:
+    """Logits of all examples in eval mode, one entry a task."""
+    tokens, segments = all_tokens(model, make_splits(model))
+    mode = model.training
+    with torch.no_grad():
+        logits = model.eval().suffix(model.prefix(*tokens).to(model.device, model.dtype), segments).logits
+    model.train(mode)
+    return logits

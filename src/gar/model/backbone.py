@@ -17,6 +17,7 @@ from gar.errors import UserError
 
 PACKAGED = "minilm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+ALIGNMENT = 64  # bytes; torch's own buffers have it
 
 
 def resolve(name: str) -> str:
@@ -78,7 +79,15 @@ def load_backbone(config: BackboneConfig, directory: str | Path | None = None) -
             raise UserError(
                 f"backbone.name {config.name}: its weights lack {key!r}, which its config.json asks for"
             )
+        _align(model)
     return prepare(model, config)
+
+
+def _align(model: nn.Module) -> None:
+    """Copy the weights that lie where their file put them: on other addresses BLAS sums in another order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def prepare(model: PreTrainedModel, config: BackboneConfig) -> PreTrainedModel:
