@@ -5,21 +5,16 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import pkgutil
 import signal
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gar.errors import UserError
-from gar.sweeps import store
+from gar.sweeps import _process, store
 from gar.sweeps.executors import ENDS, THREAD_VARIABLES, Closing, Event, Job, available_cores, threads_of
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -149,8 +144,8 @@ class _Worker:
         self.since = 0.0
         self.oom_kills = _oom_kills()
         self.connection, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_begin, args=(work, theirs, log))
-        with _for_children(environment):
+        self.process = _SPAWN.Process(target=_process.begin, args=(work, theirs, log))
+        with _process.for_children(environment):
             self.process.start()
         theirs.close()
 
@@ -158,39 +153,6 @@ class _Worker:
         self.job, self.since = job, time.monotonic()
         with suppress(BrokenPipeError):  # it died meanwhile; its closed pipe tells so
             self.connection.send(job)
-
-
-@contextmanager
-def _for_children(environment: Mapping[str, str]) -> Iterator[None]:
-    """What is started inside has these variables from its first import on, and is deaf to Ctrl-C.
-
-    It does not see the caller's ``__main__`` either, which may be a script that would start a sweep again.
-    """
-    resource_tracker.ensure_running()  # its start would end the deafness
-    main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in environment}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    sys.modules["__main__"] = ModuleType("__main__")
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _begin(work: str, connection: Connection, log: Path) -> None:
-    """The first function of a worker process: a session of its own, its output in a file, then the work."""
-    os.setsid()  # Ctrl-C reaches the coordinator alone, which then asks the workers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    with log.open("ab") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    pkgutil.resolve_name(work)(connection)
 
 
 def describe_exit(code: int, oom_kill: bool) -> tuple[str, str]:
