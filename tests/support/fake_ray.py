@@ -74,10 +74,9 @@ class FakeRay(ModuleType):
 
         def options(**given: Any) -> Any:
             self.options.append(given)
-            return remote
+            return SimpleNamespace(remote=make)
 
-        remote = SimpleNamespace(remote=make, options=options)
-        return remote
+        return SimpleNamespace(remote=make, options=options)
 
     def wait(self, references: list[Reference], num_returns: int, timeout: float) -> Any:
         first, *others = references

@@ -64,8 +64,7 @@ class RayExecutor(Closing):
                 reason = str(error).strip().splitlines()[0]
                 raise UserError(f"--address {address}: no Ray cluster answers ({reason})") from None
         self.cpus, self.gpus, self.jobs, self.retries = cpus, gpus, jobs, retries
-        # Ray itself would start a lost task again from its beginning, and not say so.
-        self._task = ray.remote(_task).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
+        self._task = ray.remote(_task)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=True
         )
@@ -128,7 +127,9 @@ class RayExecutor(Closing):
         surroundings: dict[str, Any] = {"env_vars": dict.fromkeys(THREAD_VARIABLES, str(threads))}
         if packages := _packages(plugins):
             surroundings["py_modules"] = packages
-        reference = self._task.options(runtime_env=surroundings).remote(
+        # Ray itself would start a lost task again from its beginning, and not say so.
+        options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_retries": 0, "runtime_env": surroundings}
+        reference = self._task.options(**options).remote(
             replace(job, threads=threads), kept, plugin_sources(plugins), self._mailbox, lost
         )
         self._running[reference] = _Attempt(job, lost, time.monotonic())
