@@ -8,6 +8,9 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
+
+THREADS = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 def pretend(connection: Connection) -> None:
@@ -26,7 +29,7 @@ def pretend(connection: Connection) -> None:
             elif what == "waits":
                 time.sleep(60)
             elif what == "tells":
-                facts = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}
+                facts: dict[str, Any] = {name: os.environ.get(name) for name in THREADS}
                 facts |= {"session": os.getsid(0), "pid": os.getpid(), "path": sys.path, "cwd": os.getcwd()}
                 facts |= {"main": vars(sys.modules["__main__"]).get("__file__")}
                 connection.send({"kind": "finished", "accuracy": 0.5, **facts})

@@ -128,8 +128,10 @@ class RayExecutor(Closing):
         if packages := _packages(plugins):
             surroundings["py_modules"] = packages
         # Ray itself would start a lost task again from its beginning, and not say so.
-        options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_retries": 0, "runtime_env": surroundings}
-        reference = self._task.options(**options).remote(
+        task = self._task.options(
+            num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0, runtime_env=surroundings
+        )
+        reference = task.remote(
             replace(job, threads=threads), kept, plugin_sources(plugins), self._mailbox, lost
         )
         self._running[reference] = _Attempt(job, lost, time.monotonic())

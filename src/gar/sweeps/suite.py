@@ -27,12 +27,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gar import config as configuration
 from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_key
+from gar.data import identity
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, unknown_name
 from gar.errors import UserError, nearest, one_of
 from gar.methods import REGISTRY
 from gar.presets import catalogue as presets
-from gar.sweeps._identity import identity
 
 Tree = dict[str, Any]
 
