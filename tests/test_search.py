@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,32 @@ from gar.data.probe import probe_mixture, probe_task
 from gar.data.task import Mixture, Split, Task
 from gar.errors import UserError
 from gar.presets import paper
+from gar.runs import State, find_runs, state_of
+from gar.runs.directory import write_failure
 from gar.runs.files import read_json
-from gar.sweeps.executors import Event, Job, LocalExecutor
+from gar.runs.names import FAILURE, RESULT
+from gar.sweeps.executors import Event, Job
+from gar.sweeps.local import LocalExecutor
 from gar.sweeps.search import (
+    CANDIDATES,
     Budget,
     Coordinate,
     Found,
-    Measured,
+    SearchError,
+    Stage,
     Stopped,
-    Trial,
     search,
     search_method,
     space,
+    sweeping,
 )
-from gar.sweeps.trials import TrialError, run_trials
-from support.sweeps import PRETENDER, StandIn, quiet, tiny_base
+from gar.sweeps.store import hold
+from gar.sweeps.suite import Combination, PlannedRun
+from gar.sweeps.sweep import read_status
+from support.sweeps import StandIn, fail, finish, quiet, tiny_base, write_result
 
 Tree = dict[str, Any]
-Objective = Callable[[Trial], float | None]
+Objective = Callable[[PlannedRun], float | None]
 
 RANGES = {  # from the paper's text
     "learning_rate": (2e-6, 5e-3, True),
@@ -83,30 +93,43 @@ def value(tree: Tree, dotted: str) -> Any:
     return tree
 
 
+def values_of(run: PlannedRun) -> dict[str, float]:
+    """The searched values in a run's configuration."""
+    tree, method = run.tree(), run.tree()["method"]["name"]
+    return {name: value(tree, key_of(method, name)) for name in FREE[method]}
+
+
+def key_of(method: str, name: str) -> str:
+    return "method.load_coefficient" if (method, name) == ("stgc_load", "lambda_load") else KEYS[name]
+
+
 class Recorder:
-    """Evaluates trials by a function and remembers them."""
+    """Runs stages by a function, and remembers the runs that it did."""
 
-    def __init__(self, objective: Objective, die_after: int | None = None) -> None:
-        self.objective, self.die_after = objective, die_after
-        self.batches: list[list[Trial]] = []
-        self.done: list[Trial] = []
+    def __init__(self, objective: Objective, out: Path, die_after: int | None = None) -> None:
+        self.objective, self.out, self.die_after = objective, out, die_after
+        self.done: list[PlannedRun] = []
 
-    def __call__(self, trials: Sequence[Trial]) -> Iterator[Measured]:
-        self.batches.append(list(trials))
-        for trial in trials:
+    def __call__(self, stage: Stage) -> None:
+        for run in stage.runs():
+            if state_of(self.out / run.id) in (State.FINISHED, State.FAILED):
+                continue
             if self.die_after is not None and len(self.done) >= self.die_after:
                 raise Stopped("killed")
-            self.done.append(trial)
-            accuracy = self.objective(trial)
-            yield Measured(trial, accuracy, None if accuracy is not None else "the loss is nan")
+            self.done.append(run)
+            if (accuracy := self.objective(run)) is None:
+                write_failure(self.out / run.id, "TrainingFailure", "the loss is nan")
+            else:
+                write_result(self.out / run.id, accuracy)
 
 
 def hill(method: str, best: dict[str, float]) -> Objective:
     """Highest at ``best``, on each coordinate's own scale; seeds differ by a constant."""
 
-    def objective(trial: Trial) -> float:
-        miss = sum((_position(n, trial.values[n]) - _position(n, v)) ** 2 for n, v in best.items())
-        return 0.9 - miss + 0.001 * (trial.seed % 2)
+    def objective(run: PlannedRun) -> float:
+        values = values_of(run)
+        miss = sum((_position(n, values[n]) - _position(n, v)) ** 2 for n, v in best.items())
+        return 0.9 - miss + 0.001 * (run.seed % 2)
 
     return objective
 
@@ -117,7 +140,7 @@ def _position(name: str, x: float) -> float:
 
 
 def run(method: str, objective: Objective, out: Path, **options: Any) -> tuple[Found, Recorder]:
-    recorder = options.pop("recorder", None) or Recorder(objective)
+    recorder = options.pop("recorder", None) or Recorder(objective, out)
     if method != "baseline":
         options.setdefault("inherited", {"grad_clip": 1.1, "weight_decay": 0.02})
     return search_method(options.pop("tree", base(method)), recorder, out, **options), recorder
@@ -141,9 +164,6 @@ def test_ranges_and_scales_are_the_papers() -> None:
 @pytest.mark.parametrize("method", FREE)
 def test_every_candidate_is_the_protocols(method: str, tmp_path: Path) -> None:
     names = FREE[method]
-    keys = dict(KEYS)
-    if method == "stgc_load":
-        keys["lambda_load"] = "method.load_coefficient"
     best = {
         name: Coordinate(name, *RANGES[name][:2], "log" if RANGES[name][2] else "linear", 8).at(0.4)
         for name in names
@@ -184,22 +204,24 @@ def test_every_candidate_is_the_protocols(method: str, tmp_path: Path) -> None:
     # What was run: 500 updates, both seeds of every distinct candidate once, the rest of the base as it was.
     distinct = {key for step in found.steps for key in step.keys}
     assert len(recorder.done) == 2 * len(distinct)
-    assert {trial.seed for trial in recorder.done} == {1000, 1001}
-    for trial in recorder.done:
-        tree = trial.tree
+    assert {run.seed for run in recorder.done} == {1000, 1001}
+    expected = {key: c for step in found.steps for key, c in zip(step.keys, step.candidates, strict=True)}
+    for run_ in recorder.done:
+        tree = run_.tree()
+        assert run_.probe
         assert (tree["optimizer"]["updates"], tree["optimizer"]["epochs"]) == (500, None)
-        assert (tree["optimizer"]["warmup"], tree["seed"]) == (0.1, trial.seed)
-        assert all(value(tree, keys[n]) == trial.values[n] for n in names)
+        assert (tree["optimizer"]["warmup"], tree["seed"]) == (0.1, run_.seed)
+        assert values_of(run_) == expected[run_.id.split("/")[-2]]
         if method != "baseline":
             assert (tree["optimizer"]["clip"], tree["optimizer"]["weight_decay"]) == (1.1, 0.02)
     if method == "cagrad":
-        assert all(trial.tree["method"]["inner_learning_rate"] == 0.1 for trial in recorder.done)
+        assert all(r.tree()["method"]["inner_learning_rate"] == 0.1 for r in recorder.done)
 
 
 def test_a_single_task_trains_for_one_epoch(tmp_path: Path) -> None:
     tree = base("gar", name=None, tasks=["rte"])
     _, recorder = run("gar", lambda t: 0.5, tmp_path, tree=tree)
-    assert {trial.tree["optimizer"]["epochs"] for trial in recorder.done} == {1}
+    assert {r.tree()["optimizer"]["epochs"] for r in recorder.done} == {1}
 
 
 def test_nearby_values_at_a_limit_are_inside_the_range() -> None:
@@ -215,12 +237,13 @@ def test_nearby_values_at_a_limit_are_inside_the_range() -> None:
 def test_ties_go_to_the_first_and_the_choice_is_ready_for_training(tmp_path: Path) -> None:
     found, _ = run("gar", lambda t: 0.5, tmp_path)
     assert found.steps[0].candidates[0]["learning_rate"] == found.values["learning_rate"] == 2e-6
-    chosen = configuration.load(tmp_path / "chosen.yaml")
+    directory = tmp_path / "search" / "mixture" / "gar"
+    chosen = configuration.load(directory / "chosen.yaml")
     assert chosen.optimizer.updates == 2000  # the final budget, not the search's
     assert (chosen.seed, chosen.preset) == (0, None)
     assert (chosen.optimizer.learning_rate, chosen.optimizer.clip) == (2e-6, 1.1)
     assert chosen.to_dict() == found.tree
-    report = json.loads((tmp_path / "search.json").read_text())
+    report = json.loads((directory / "search.json").read_text())
     assert report["chosen"]["values"] == found.values
     assert [len(step["candidates"]) for step in report["steps"]] == [8, 8, 9]
 
@@ -228,24 +251,26 @@ def test_ties_go_to_the_first_and_the_choice_is_ready_for_training(tmp_path: Pat
 def test_baseline_comes_first_and_gives_clip_and_decay(tmp_path: Path) -> None:
     order: list[str] = []
 
-    def evaluate(directory: Path) -> Callable[[Sequence[Trial]], Iterable[Measured]]:
-        order.append(directory.name)
+    def objective(run: PlannedRun) -> float:
+        method = run.tree()["method"]["name"]
+        order.append(method)
         best = {"learning_rate": 1e-3} | (
-            {"grad_clip": 1.6, "weight_decay": 0.04} if directory.name == "baseline" else {}
+            {"grad_clip": 1.6, "weight_decay": 0.04} if method == "baseline" else {}
         )
-        return Recorder(hill(directory.name, best))
+        return hill(method, best)(run) or 0.0
 
-    found = {f.method: f for f in search(base, ["gar", "stgc"], evaluate, tmp_path)}
-    assert order == ["baseline", "gar", "stgc"]
+    measure = Recorder(objective, tmp_path)
+    found = {f.method: f for f in search(base, ["gar", "stgc"], measure, tmp_path, "own", "five")}
+    assert list(dict.fromkeys(order)) == ["baseline", "gar", "stgc"]
     for method in ("gar", "stgc"):
         for name in ("grad_clip", "weight_decay"):
             assert found[method].values[name] == found["baseline"].values[name]
         assert found[method].tree["optimizer"]["clip"] == found["baseline"].values["grad_clip"]
         assert found[method].values["learning_rate"] != found["baseline"].values["learning_rate"]
     with pytest.raises(UserError, match="come from Baseline"):
-        search_method(base("gar"), Recorder(lambda t: 0.5), tmp_path / "x")
+        search_method(base("gar"), measure, tmp_path / "x")
     with pytest.raises(UserError, match="did you mean 'stgc'"):
-        list(search(base, ["stgcc"], evaluate, tmp_path / "y"))
+        list(search(base, ["stgcc"], measure, tmp_path / "y", "own", "five"))
 
 
 # ---------------------------------------------------------------------- determinism, resuming, failures
@@ -257,25 +282,26 @@ def test_a_search_depends_on_its_seed_alone(tmp_path: Path) -> None:
     again, _ = run("gar", objective, tmp_path / "b")
     other, recorder = run("gar", objective, tmp_path / "c", seed=1)
     assert first == again
-    files = [{p.name: p.read_bytes() for p in (tmp_path / x / "candidates").iterdir()} for x in "ab"]
-    assert files[0] == files[1]
+    where = "search/mixture/gar"
+    for name in ("search.json", "chosen.yaml"):
+        assert (tmp_path / "a" / where / name).read_bytes() == (tmp_path / "b" / where / name).read_bytes()
     assert [s.candidates for s in other.steps[:2]] == [s.candidates for s in first.steps[:2]]
     assert other.steps[2].candidates != first.steps[2].candidates
-    assert {trial.seed for trial in recorder.done} == {1002, 1003}
+    assert {r.seed for r in recorder.done} == {1002, 1003}
 
 
 @pytest.mark.parametrize("after", [0, 1, 7, 20, 33, 47])
 def test_a_killed_search_goes_on_without_repeating_anything(after: int, tmp_path: Path) -> None:
     objective = hill("gar", {"learning_rate": 1e-3, "lambda_align": 1e-3})
     whole, everything = run("gar", objective, tmp_path / "whole")
-    killed = Recorder(objective, die_after=after)
+    killed = Recorder(objective, tmp_path / "x", die_after=after)
     with pytest.raises(Stopped):
         run("gar", objective, tmp_path / "x", recorder=killed)
-    assert not (tmp_path / "x" / "chosen.yaml").exists()
+    assert not (tmp_path / "x/search/mixture/gar/chosen.yaml").exists()
     found, rest = run("gar", objective, tmp_path / "x")
     assert found == whole
     assert len(killed.done) + len(rest.done) == len(everything.done)
-    assert not {(t.key, t.seed) for t in killed.done} & {(t.key, t.seed) for t in rest.done}
+    assert not {r.id for r in killed.done} & {r.id for r in rest.done}
     _, nothing = run("gar", objective, tmp_path / "x")
     assert nothing.done == []
 
@@ -296,21 +322,18 @@ def test_another_base_is_another_search(tmp_path: Path) -> None:
 def test_non_finite_candidates_are_worst_and_reported(tmp_path: Path) -> None:
     """Everything above a learning rate explodes, for one of two seeds only."""
 
-    def objective(trial: Trial) -> float | None:
-        if trial.values["learning_rate"] > 3e-4 and trial.seed == 1001:
-            return None
-        return trial.values["learning_rate"]  # the higher the better
+    def objective(run: PlannedRun) -> float | None:
+        rate = values_of(run)["learning_rate"]
+        return None if rate > 3e-4 and run.seed == 1001 else rate  # the higher the better
 
     found, _ = run("gar", objective, tmp_path)
     assert found.values["learning_rate"] <= 3e-4
     assert found.problems
     assert set(found.problems.values()) == {"the loss is nan"}
-    report = json.loads((tmp_path / "search.json").read_text())
+    report = json.loads((tmp_path / "search/mixture/gar/search.json").read_text())
     assert set(report["non_finite"]) == set(found.problems)
-    for key in found.problems:
-        record = read_json(tmp_path / "candidates" / f"{key}.json")
-        assert record is not None
-        assert record["score"] is None
+    scores = {c["key"]: c["score"] for step in report["steps"] for c in step["candidates"]}
+    assert {key for key, score in scores.items() if score is None} == set(found.problems)
     with pytest.raises(UserError, match="every candidate became non-finite"):
         run("gar", lambda t: None, tmp_path / "none")
 
@@ -343,62 +366,78 @@ def test_the_probe_is_a_tenth_of_the_training_split() -> None:
         probe_task(make_task(1))
 
 
-def trials(count: int, updates: int = 3) -> list[Trial]:
-    tree = configuration.build(tiny_base(updates)).to_dict()
-    return [Trial(f"k{i}", {}, i, {**tree, "seed": i}) for i in range(count)]
+def stage(count: int, **changes: Any) -> Stage:
+    tree = configuration.build(tiny_base()).override(changes).to_dict()
+    combination = Combination("own", "mood+nli", f"gar/{CANDIDATES}/k", tree, {})
+    return Stage("stage", [PlannedRun(combination, seed, probe=True) for seed in range(count)])
 
 
-def test_trials_run_on_the_probe_and_leave_only_scores(tmp_path: Path) -> None:
-    with LocalExecutor(1, tmp_path / "logs") as executor:
-        found = list(run_trials(trials(2), tmp_path / "gar", executor, lambda: False, quiet()))
-        assert [m.trial.seed for m in found] == [0, 1]
-        assert all(m.accuracy is not None and m.accuracy * 4 % 0.5 == 0 for m in found)  # 4 examples each
-        assert list((tmp_path / "gar" / "runs").iterdir()) == []
-        wild = trials(1)[0]
-        wild.tree["optimizer"] |= {"learning_rate": 1e30, "clip": 1e30, "updates": 20}
-        (measured,) = run_trials([wild], tmp_path / "gar", executor, lambda: False, quiet())
-    assert measured.accuracy is None
-    assert measured.reason is not None
+def test_candidates_run_on_the_probe_and_keep_no_models(tmp_path: Path) -> None:
+    wild = {"optimizer.learning_rate": 1e30, "optimizer.clip": 1e30, "optimizer.updates": 20}
+    view = quiet()
+    with hold(tmp_path), LocalExecutor(1, tmp_path / "logs") as executor:
+        measure = sweeping(tmp_path, executor, lambda: False, view)
+        measure(stage(2))
+        for run_ in stage(2).runs():
+            result = read_json(tmp_path / run_.id / RESULT)
+            assert result is not None
+            assert result["mixture"] == "mood+nli (development probe)"
+            assert result["examples"] == {"mood": [19, 2], "nli": [10, 1]}
+            assert not (tmp_path / run_.id / "model").exists()
+        shutil.rmtree(tmp_path / "own")
+        measure(stage(1, **wild))  # non-finite: its own fault, and no failure of the search
+        measure(stage(1, **wild))  # nor is it run again
+    assert view.failed == 1
+    assert find_runs([tmp_path]) == []  # reports do not take the probe's scores for results
+    assert read_status(tmp_path).cells == {("own", "mood+nli"): Counter(failed=1)}
 
 
 def test_other_failures_end_the_search_but_keep_what_is_measured(tmp_path: Path) -> None:
     def does(job: Job) -> Event:
         assert job.probe
         assert not job.keep_model
-        if job.id.startswith("gar/k1"):
-            return Event(job, "failed", {"error": "Killed", "reason": "killed by SIGKILL"})
-        return Event(job, "finished", {"accuracy": 0.25})
+        return fail(job, "killed by SIGKILL") if job.id.endswith("seed-1") else finish(job)
 
-    measured: list[Measured] = []
-    with pytest.raises(TrialError, match="1 trials failed; the first: gar/k1-seed-1: killed by SIGKILL"):
-        measured.extend(run_trials(trials(3), tmp_path / "gar", StandIn(does), lambda: False, quiet()))
-    stopped = StandIn(does)
-    with pytest.raises(Stopped):
-        list(run_trials(trials(5), tmp_path / "gar", stopped, lambda: len(stopped.seen) > 1, quiet()))
+    with hold(tmp_path):
+        with pytest.raises(SearchError, match=r"1 runs failed; the first: own/.*seed-1: killed by SIGKILL"):
+            sweeping(tmp_path, StandIn(does), lambda: False, quiet())(stage(3))
+        again = StandIn(finish)
+        sweeping(tmp_path, again, lambda: False, quiet())(stage(3))
+        assert [name.rsplit("-", 1)[1] for name in again.seen] == ["1"]
+        stopped = StandIn(finish)
+        with pytest.raises(Stopped):
+            sweeping(tmp_path, stopped, lambda: len(stopped.seen) > 1, quiet())(stage(6))
+    assert not list(tmp_path.rglob(FAILURE))
 
 
 def test_the_command_searches_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer import Typer
-    from typer.testing import CliRunner
+    from gar.cli import search as module
+    from gar.cli.app import run as command_line
 
-    from gar.cli.search import search as verb
+    class Quick(StandIn):
+        def __init__(self, jobs: int, logs: Path) -> None:
+            super().__init__(finish, jobs)
 
-    monkeypatch.setattr(
-        LocalExecutor, "command", (LocalExecutor.command[0], "-c", PRETENDER.replace("os.getpid()", "0.5"))
-    )
-    app = Typer()
-    app.command()(verb)
+        def __enter__(self) -> Quick:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            started.extend(self.seen)
+
+    started: list[str] = []
+    monkeypatch.setattr(module, "LocalExecutor", Quick)
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(tiny_base()))
     out = tmp_path / "out"
-    arguments = [str(tmp_path / "own.yaml"), "--method", "gar", "--out", str(out), "--jobs", "2"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    arguments = ["search", str(tmp_path / "own.yaml"), "--method", "gar", "--out", str(out), "--jobs", "2"]
+    assert command_line(arguments) == 0
     chosen = configuration.load(out / "own" / "mood+nli" / "gar" / "chosen.yaml")
     assert chosen.method.name == "gar"
     assert chosen.optimizer.updates == 3
     assert (out / "own" / "mood+nli" / "baseline" / "chosen.yaml").is_file()
-    monkeypatch.setattr(LocalExecutor, "command", ("/no/such/program",))
-    assert CliRunner().invoke(app, arguments).exit_code == 0  # everything is stored
+    assert len(started) == len(set(started)) > 100
+    started.clear()
+    assert command_line(arguments) == 0
+    assert started == []  # everything is there
 
 
 def test_the_budget_is_the_protocols() -> None:

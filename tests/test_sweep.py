@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gar.cli import sweep as cli
+from gar.cli.app import run as command_line
 from gar.config import build
 from gar.errors import UserError
 from gar.runs.directory import write_failure
@@ -31,12 +33,15 @@ from gar.runs.packing import pack, unpack
 from gar.runs.state import State, state_of
 from gar.runs.stopping import StopSignals
 from gar.sweeps import store
-from gar.sweeps.executors import Event, Job, LocalExecutor, describe_exit, drive
+from gar.sweeps.executors import Event, Job, available_cores, drive, threads_of
+from gar.sweeps.local import LocalExecutor, describe_exit
 from gar.sweeps.progress import View
-from gar.sweeps.suite import Suite, build_suite
-from gar.sweeps.sweep import hold, make_plan, read_status, run_sweep
+from gar.sweeps.store import hold
+from gar.sweeps.suite import Suite, build_suite, load_suite
+from gar.sweeps.sweep import Status, make_plan, read_status, run_sweep
 from gar.training import train_from_config
-from support.sweeps import PRETENDER, StandIn, directories, fail, finish, quiet, tiny_base, tiny_suite
+from support.sweeps import StandIn, directories, fail, finish, quiet, tiny_base, tiny_suite, tiny_world
+from support.tiny_runs import small_file_system
 
 # ---------------------------------------------------------------------- the coordinator
 
@@ -155,6 +160,68 @@ def test_stopping_submits_nothing_more(tmp_path: Path) -> None:
     assert ends[-1] == "interrupted"
 
 
+def test_a_retry_starts_without_the_old_failure_and_keeps_the_new_one(tmp_path: Path) -> None:
+    suite = tiny_suite()
+    (directory,) = directories(suite, tmp_path)
+    run_sweep(make_plan(suite, tmp_path), StandIn(lambda job: fail(job, "the first")), view=quiet())
+    states: list[Status] = []
+
+    def die(job: Job) -> Event:
+        store.write_running(tmp_path, {job.id: {"stage": "starting"}})
+        states.append(read_status(tmp_path))
+        return fail(job, "the second")
+
+    run_sweep(make_plan(suite, tmp_path, retry_failed=True), StandIn(die), view=quiet())
+    assert [(state.failures, list(state.running)) for state in states] == [({}, [next(suite.runs()).id])]
+    assert read_status(tmp_path).failures == {next(suite.runs()).id: "the second"}
+    record = read_json(directory / store.RECORD)
+    assert record is not None
+    assert (record["attempts"], record["seconds"]) == (2, 2.0)
+
+
+def test_what_training_wrote_of_a_failure_stays(tmp_path: Path) -> None:
+    write_failure(tmp_path, "TrainingFailure", "update 3: no luck", 3)
+    store.note_failure(tmp_path, "Killed", "the worker process was killed by SIGKILL")
+    assert (read_json(tmp_path / FAILURE) or {})["update"] == 3
+    (tmp_path / FAILURE).unlink()
+    store.note_failure(tmp_path, "Killed", "the worker process was killed by SIGKILL")
+    assert (read_json(tmp_path / FAILURE) or {})["error"] == "Killed"
+
+
+def test_runs_on_other_features_or_data_are_not_taken_for_ours(tmp_path: Path) -> None:
+    world = shutil.copytree(tiny_world(), tmp_path / "world")
+    text = json.dumps(tiny_base()["mixture"]).replace(str(tiny_world()), str(world))
+    base = {**tiny_base(), "mixture": json.loads(text)}
+    suite = build_suite({"settings": {"tiny": base}}, "tiny", tmp_path)
+    out = tmp_path / "out"
+    run_sweep(make_plan(suite, out), StandIn(finish), view=quiet())
+    with pytest.raises(
+        UserError, match=r"cache\.dtype was 'float32' and is 'float16'.*expected another --out"
+    ):
+        make_plan(suite.replace({"cache.dtype": "float16"}), out)
+    assert make_plan(suite.replace({"cache.directory": str(tmp_path), "data_dir": "/x"}), out).remaining == 0
+    assert make_plan(tiny_suite(), out).remaining == 0  # the same files elsewhere
+    with (world / "mood-train.csv").open("a") as file:
+        file.write("w1 w2,good\n")
+    suite = suite.replace({})  # as a new command reads it
+    with pytest.raises(
+        UserError, match=r"the examples of task mood are not the same.*expected another --out"
+    ):
+        make_plan(suite, out)
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tiny_base()))
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"settings": ["own.yaml"]}))
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    for arguments in (["sweep", str(tmp_path / "s.yaml")], ["search", str(tmp_path / "own.yaml")]):
+        assert command_line([*arguments, "--out", out]) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("error: ")
+        assert "Not a directory; finished runs are kept" in last
+
+
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:
     with hold(tmp_path), pytest.raises(UserError, match="another sweep or search is running"):
         run_sweep(make_plan(tiny_suite(), tmp_path), StandIn(finish), view=quiet())
@@ -201,6 +268,39 @@ def test_a_run_travels_as_bytes(tmp_path: Path) -> None:
         unpack(content.getvalue(), tmp_path / "evil")
 
 
+def test_the_newest_checkpoint_travels_on_demand(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for number in ("00000002", "00000004"):
+        (source / CHECKPOINTS / number).mkdir(parents=True)
+        (source / CHECKPOINTS / number / "state.json").write_text(number)
+    (source / CHECKPOINTS / ".00000006.partial").mkdir()
+    (source / CONFIG).write_text("seed: 0")
+    (target / CHECKPOINTS / "00000001").mkdir(parents=True)
+    unpack(pack(source, checkpoint=True), target)
+    assert [path.name for path in (target / CHECKPOINTS).iterdir()] == ["00000004"]
+    assert (target / CHECKPOINTS / "00000004" / "state.json").read_text() == "00000004"
+    assert pack(source) != pack(source, checkpoint=True)
+    (source / RESULT).write_text("{}")
+    unpack(pack(source), target)  # finished: its checkpoints are of no more use
+    assert not (target / CHECKPOINTS).exists()
+
+
+def test_a_full_disk_leaves_no_partial_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / CHECKPOINTS / "00000002").mkdir(parents=True)
+    (source / CHECKPOINTS / "00000002" / "model.safetensors").write_bytes(os.urandom(1 << 20))
+    (source / CONFIG).write_text("seed: 0")
+    with small_file_system(tmp_path / "small", "256k") as small:
+        (small / store.SWEEP).mkdir()
+        with pytest.raises(OSError, match="No space"):
+            unpack(pack(source, checkpoint=True), small / "run")
+        with pytest.raises(OSError, match="No space"):
+            store.write_planned(small, "many", ("x" * 1000 for _ in range(1000)))
+        left = sorted(path.relative_to(small).as_posix() for path in small.rglob("*") if path.is_file())
+        assert left == ["run/config.yaml"]
+        assert list((small / "run" / CHECKPOINTS).iterdir()) == []
+
+
 def test_exit_statuses_in_words() -> None:
     assert describe_exit(-9, False) == ("Killed", "the worker process was killed by SIGKILL")
     assert describe_exit(-9, True)[0] == "OutOfMemory"
@@ -208,7 +308,7 @@ def test_exit_statuses_in_words() -> None:
 
 
 def test_out_of_memory_is_recognised() -> None:
-    from gar.sweeps.worker import out_of_memory
+    from gar.sweeps._worker import out_of_memory
 
     assert out_of_memory(MemoryError())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
@@ -228,7 +328,7 @@ def test_the_first_signal_asks_and_the_second_acts() -> None:
 
 
 class Pretended(LocalExecutor):
-    command = (sys.executable, "-c", PRETENDER)
+    work = "support.pretender:pretend"
 
 
 def play(executor: LocalExecutor, names: list[str], out: Path, **options: Any) -> dict[str, Event]:
@@ -275,7 +375,94 @@ def test_workers_stop_when_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "waits-1" / FAILURE).exists()
 
 
+def told_by_worker(executor: LocalExecutor, tmp_path: Path, **config: Any) -> dict[str, Any]:
+    """What a worker sees, see ``support.pretender``."""
+    executor.submit(Job("tells-1", config, tmp_path))
+    while True:
+        for event in executor.events(60):
+            if event.ends:
+                return event.facts
+
+
+def test_threads_are_those_of_a_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads_of({}, 3) == int(os.environ.get("OMP_NUM_THREADS", 3))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    assert threads_of({"threads": 7}, 3) == 5
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert (threads_of({"threads": 7}, 3), threads_of({"threads": None}, 3)) == (7, 3)
+    with Pretended(1, tmp_path / "logs") as executor:
+        first = told_by_worker(executor, tmp_path)
+        again = told_by_worker(executor, tmp_path)
+        other = told_by_worker(executor, tmp_path, threads=available_cores() + 1)
+    shares = [facts["OMP_NUM_THREADS"] for facts in (first, again, other)]
+    assert shares == [str(available_cores()), str(available_cores()), str(available_cores() + 1)]
+    assert other["RAYON_NUM_THREADS"] == str(available_cores() + 1)
+    assert first["pid"] == again["pid"] != other["pid"]  # libraries read the number when they are imported
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with Pretended(2, tmp_path / "logs") as executor:
+        assert told_by_worker(executor, tmp_path)["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_worker_is_a_session_of_its_own_with_the_callers_modules(tmp_path: Path) -> None:
+    sys.path.append(str(tmp_path))
+    try:
+        with Pretended(1, tmp_path / "logs") as executor:
+            facts = told_by_worker(executor, tmp_path)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert facts["session"] == facts["pid"] != os.getsid(0)
+    assert str(tmp_path) in facts["path"]
+    assert (facts["cwd"], facts["main"]) == (os.getcwd(), None)
+
+
+SCRIPT = """
+from pathlib import Path
+from gar.sweeps.executors import Job, drive
+from gar.sweeps.local import LocalExecutor
+print("once")
+LocalExecutor.work = "support.pretender:pretend"
+executor = LocalExecutor(2, Path("logs"))
+jobs = iter([Job("good-1", {}, Path("x")), Job("good-2", {}, Path("y"))])
+print(sum(event.kind == "finished" for event in drive(executor, jobs, lambda: False)))
+"""
+
+
+def test_a_script_of_ones_own_is_not_run_again_by_workers(tmp_path: Path) -> None:
+    """Without the usual ``if __name__ == "__main__"``, and without closing the executor."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["once", "2"]
+
+
 # ---------------------------------------------------------------------- real workers
+
+
+PLUGIN = """
+from typing import ClassVar
+from gar.methods import Baseline, register
+
+@register
+class Mine(Baseline):
+    name: ClassVar[str] = "mine"
+    label: ClassVar[str] = "Mine"
+"""
+
+
+def test_a_plugin_reaches_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(PLUGIN)
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({"settings": {"own": {**tiny_base(), "plugins": ["my_methods"]}}, "methods": ["mine"]})
+    )
+    suite, out = load_suite(tmp_path / "s.yaml"), tmp_path / "out"
+    with LocalExecutor(1, out / store.SWEEP) as executor:
+        outcome = run_sweep(make_plan(suite, out), executor, view=quiet())
+    assert outcome.finished == 1, read_status(out).failures
+    assert (read_json(out / "own/mood+nli/mine/seed-0" / RESULT) or {})["method"] == "mine"
 
 
 def failing_suite(seeds: int) -> Suite:
@@ -283,7 +470,7 @@ def failing_suite(seeds: int) -> Suite:
     return tiny_suite(
         methods=["baseline", "gar"],
         seeds=seeds,
-        set={"checkpoint.every": 2},
+        set={"checkpoint.every": 2, "threads": 1},
         overrides={
             "plain": {},
             "slow": {"optimizer.updates": 4},
@@ -300,7 +487,7 @@ def sabotage(job: Job) -> Job:
         config["mixture"]["tasks"][0]["train"] = "/nowhere/at/all.csv"
     elif job.id == "tiny/mood+nli/baseline-slow/seed-1":
         config["optimizer"]["updates"] = 100_000
-    return Job(job.id, config, job.out, job.probe, job.keep_model)
+    return replace(job, config=config)
 
 
 class Sabotaged(LocalExecutor):
@@ -330,6 +517,9 @@ def check_failing_sweep(out: Path, seeds: int) -> None:
     assert len(failures) == 3
     reason = failures["tiny/mood+nli/gar-plain/seed-0"]
     assert "not finite" in reason or "is nan" in reason or "is inf" in reason
+    told = read_json(out / "tiny/mood+nli/gar-plain/seed-0" / FAILURE)
+    assert told is not None
+    assert told["update"] >= 1  # training's own record stays
     assert "/nowhere/at/all.csv: no such file" in failures["tiny/mood+nli/gar-slow/seed-0"]
     killed = failures["tiny/mood+nli/baseline-slow/seed-1"]
     assert killed.startswith("the worker process was killed by SIGKILL (last checkpoint: checkpoints/0")
@@ -384,14 +574,15 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "runs"
     verb = ["-c", "from gar.cli import main; main()", "sweep"]
     command = [sys.executable, *verb, str(tmp_path / "long.yaml"), "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         first = out / "tiny/mood+nli/gar/seed-0"
         deadline = time.monotonic() + 90
         while len((first / "history.jsonl").read_text() if (first / "history.jsonl").is_file() else "") < 500:
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends Ctrl-C
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "0 finished, 0 failed, 2 to do; start again to go on" in output
@@ -403,23 +594,16 @@ def test_an_interrupted_sweep_checkpoints_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_coordinator_checkpoints_and_leaves(tmp_path: Path) -> None:
-    """As after kill -9 of the coordinator: the worker's input ends."""
+    """As after kill -9 of the coordinator: the worker's pipe ends."""
     out = tmp_path / "run"
-    job = Job("x", build(tiny_base(100_000)).to_dict(), out)
-    with subprocess.Popen(
-        LocalExecutor.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(job.message()) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            if json.loads(line).get("stage") == "update":
-                break
-        process.stdin.close()
-        told = [json.loads(line) for line in process.stdout]
-        assert process.wait(30) == 0
-    assert told[-1]["kind"] == "interrupted"
+    with LocalExecutor(1, tmp_path / "logs") as executor:
+        executor.submit(Job("x", build(tiny_base(100_000)).to_dict(), out))
+        while not any(event.facts.get("stage") == "update" for event in executor.events(60)):
+            pass
+        (worker,) = executor._workers
+        worker.connection.close()
+        worker.process.join(60)
+        assert worker.process.exitcode == 0
     assert len(list((out / CHECKPOINTS).glob("[0-9]*"))) == 1
     assert state_of(out) is State.UNFINISHED
 
@@ -471,8 +655,12 @@ def test_status_reads_what_a_sweep_left(tmp_path: Path) -> None:
     tree = json.loads(invoke("status", str(tmp_path), "--format", "json").output)
     assert tree["cells"] == [{"setting": "tiny", "mixture": "mood+nli", "finished": 3, "failed": 1}]
     (tmp_path / bad / FAILURE).unlink()
-    store.write_running(tmp_path, {bad: {"stage": "update", "done": 2, "total": 3}})
-    assert "running tiny/mood+nli/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
+    with hold(tmp_path):
+        store.write_running(tmp_path, {bad: {"stage": "update", "done": 2, "total": 3}})
+        assert "running tiny/mood+nli/gar/seed-1: update 2/3" in invoke("status", str(tmp_path)).output
+    # Without a living sweep nothing runs, whatever the clock says.
+    assert read_status(tmp_path).running == {}
+    assert read_status(tmp_path).cells["tiny", "mood+nli"] == Counter(finished=3, unfinished=1)
     with pytest.raises(UserError, match="no sweep was started here"):
         read_status(tmp_path / "elsewhere")
 

@@ -1,21 +1,35 @@
-"""A sweep on a Ray cluster of two nodes, one of which is lost on the way. Needs the extra [ray]."""
+"""Sweeps on Ray: against a stand-in for ray, and on a cluster of two nodes of which one is lost on the way.
+
+The cluster needs the extra [ray].
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from gar.config import build
 from gar.errors import UserError
+from gar.runs import State, state_of
+from gar.runs.directory import checkpoints
 from gar.runs.files import read_json
-from gar.runs.names import RESULT
-from gar.sweeps.executors import Event, RayExecutor
+from gar.runs.names import CHECKPOINTS, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, MODEL, RESULT
+from gar.sweeps import _worker, store
+from gar.sweeps.executors import Event
+from gar.sweeps.ray import RayExecutor
+from gar.sweeps.suite import Suite, load_suite
 from gar.sweeps.sweep import make_plan, read_status, run_sweep
-from support.sweeps import quiet, tiny_suite
+from gar.training import train_from_config
+from support.fake_ray import FakeRay
+from support.sweeps import directories, quiet, tiny_base, tiny_suite
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
@@ -25,6 +39,142 @@ needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 def test_without_ray_the_error_names_the_extra() -> None:
     with pytest.raises(UserError, match=r"pip install 'gradient-aligned-routing\[ray\]'"):
         RayExecutor()
+
+
+# ---------------------------------------------------------------------- a stand-in
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """Every checkpoint is sent as soon as the next update is done."""
+    found = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", found)
+    monkeypatch.setattr(_worker, "PACE", 0.0)
+    monkeypatch.setattr(_worker, "SHIPPING", 1e9)
+    return found
+
+
+def suite_of_one() -> Suite:
+    return tiny_suite(8, set={"checkpoint.every": 2, "threads": 1})
+
+
+def same_as_alone(suite: Suite, out: Path, alone: Path) -> None:
+    (directory,) = directories(suite, out)
+    expected = train_from_config(build(next(suite.runs()).tree()), alone)
+    result = read_json(directory / RESULT)
+    assert result is not None
+    assert result["accuracy"] == expected["accuracy"]
+    assert (directory / HISTORY).read_text() == (alone / HISTORY).read_text()
+    assert (directory / DIAGNOSTICS).is_file()
+    assert not (directory / CHECKPOINTS).exists()
+
+
+def test_a_lost_run_goes_on_from_its_last_checkpoint_and_says_so(ray: FakeRay, tmp_path: Path) -> None:
+    suite, out = suite_of_one(), tmp_path / "out"
+    name = next(suite.runs()).id
+    ray.lose = {(name, 0): 1, (name, 1): 1}
+    events: list[Event] = []
+
+    class Noted(RayExecutor):
+        def events(self, timeout: float) -> list[Event]:
+            events.extend(found := super().events(timeout))
+            return found
+
+    with Noted(jobs=1) as executor:
+        outcome = run_sweep(make_plan(suite, out), executor, view=quiet())
+    assert (outcome.finished, outcome.failed) == (1, 0)
+    lost = [event.facts["checkpoint"] for event in events if event.kind == "lost"]
+    assert lost == ["checkpoints/00000002", "checkpoints/00000004"]
+    starts = [arguments[1] is not None for arguments in ray.submitted]
+    assert starts == [False, True, True]  # with a checkpoint or not
+    assert {"progress", "finished"} <= {event.kind for event in events}
+    assert all(options.get("max_retries", 0) == 0 for options in ray.options)
+    record = read_json(out / name / store.RECORD)
+    assert record is not None
+    assert record["attempts"] == 3
+    assert record["seconds"] > max(event.facts.get("seconds", 0.0) for event in events)
+    assert len((read_json(out / name / ENVIRONMENT) or {})["resumed"]) == 2
+    assert (out / name / MODEL).is_dir()
+    same_as_alone(suite, out, tmp_path / "alone")
+
+
+def test_too_many_losses_are_a_failure_that_can_be_retried(ray: FakeRay, tmp_path: Path) -> None:
+    suite, out = suite_of_one(), tmp_path / "out"
+    name = next(suite.runs()).id
+    ray.lose = {(name, 0): 1, (name, 1): 1}
+    outcome = run_sweep(make_plan(suite, out), RayExecutor(jobs=1, retries=1), view=quiet())
+    assert (outcome.finished, outcome.failed) == (0, 1)
+    assert read_json(out / name / FAILURE) == {
+        "error": "NodeDiedError",
+        "reason": "its node died",
+        "update": None,
+        "checkpoint": "checkpoints/00000004",
+    }
+    ray.lose.clear()
+    plan = make_plan(suite, out, retry_failed=True)
+    assert run_sweep(plan, RayExecutor(jobs=1), view=quiet()).finished == 1
+    assert not (out / name / FAILURE).exists()
+    same_as_alone(suite, out, tmp_path / "alone")
+
+
+def test_an_interrupted_sweep_goes_on_from_its_checkpoints(ray: FakeRay, tmp_path: Path) -> None:
+    suite, out = suite_of_one(), tmp_path / "out"
+    name = next(suite.runs()).id
+    ray.interrupt = {(name, 0): 2}
+    stopping = lambda: bool(ray.checkpoints)  # noqa: E731
+    outcome = run_sweep(make_plan(suite, out), RayExecutor(jobs=1), view=quiet(), stopping=stopping)
+    assert outcome.exit_code == 130
+    assert state_of(out / name) is State.UNFINISHED
+    (kept,) = checkpoints(out / name / CHECKPOINTS)
+    assert int(kept.name) >= 4
+    ray.interrupt.clear()
+    assert run_sweep(make_plan(suite, out), RayExecutor(jobs=1), view=quiet()).finished == 1
+    assert ray.submitted[-1][1] is not None
+    same_as_alone(suite, out, tmp_path / "alone")
+
+
+def test_a_failure_keeps_its_update(ray: FakeRay, tmp_path: Path) -> None:
+    wild = {"optimizer.learning_rate": 1e30, "optimizer.clip": 1e30, "optimizer.updates": 20}
+    suite = tiny_suite(set=wild)
+    outcome = run_sweep(make_plan(suite, tmp_path), RayExecutor(jobs=1), view=quiet())
+    (directory,) = directories(suite, tmp_path)
+    assert outcome.failed == 1
+    assert (read_json(directory / FAILURE) or {})["update"] >= 1
+
+
+PLUGIN = """
+from typing import ClassVar
+from gar.methods import Baseline, register
+
+@register
+class {0}(Baseline):
+    name: ClassVar[str] = "{1}"
+    label: ClassVar[str] = "{0}"
+"""
+
+
+def test_plugins_travel_as_text_or_as_packages(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text(PLUGIN.format("Beside", "beside"))
+    (tmp_path / "modules" / "gar_test_package").mkdir(parents=True)
+    (tmp_path / "modules" / "gar_test_package" / "__init__.py").write_text("")
+    (tmp_path / "modules" / "gar_test_module.py").write_text(PLUGIN.format("Single", "single"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    names = ["beside", "gar_test_package", "gar_test_module"]
+    tree = {"settings": {"own": {**tiny_base(), "plugins": names}}, "methods": ["beside"]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(tree))
+    suite = load_suite(tmp_path / "s.yaml")
+    outcome = run_sweep(make_plan(suite, tmp_path / "out"), RayExecutor(jobs=1), view=quiet())
+    assert outcome.finished == 1, read_status(tmp_path / "out").failures
+    sent = ray.submitted[0][2]
+    assert set(sent) == {str(tmp_path / "beside.py"), "gar_test_module"}
+    assert "class Single" in sent["gar_test_module"]
+    assert ray.options[-1]["runtime_env"]["py_modules"] == [str(tmp_path / "modules" / "gar_test_package")]
+    assert set(ray.options[-1]["runtime_env"]["env_vars"]) >= {"OMP_NUM_THREADS"}
+
+
+# ---------------------------------------------------------------------- a cluster
 
 
 @pytest.fixture
@@ -55,6 +205,7 @@ def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path) -> None:
     while executor.free != 1:  # the cluster notices the loss by missing heartbeats
         assert time.monotonic() < deadline
         time.sleep(0.5)
+    attempts = []
     for run in suite.runs():
         result = read_json(tmp_path / run.id / RESULT)
         assert result is not None
@@ -64,7 +215,13 @@ def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path) -> None:
             1500,
         )
         assert len((tmp_path / run.id / "history.jsonl").read_text().splitlines()) == 1500
-        assert not (tmp_path / run.id / "model").exists()
+        assert (tmp_path / run.id / DIAGNOSTICS).is_file()
+        assert not (tmp_path / run.id / MODEL).exists()
+        assert not (tmp_path / run.id / CHECKPOINTS).exists()
+        attempts.append((read_json(tmp_path / run.id / store.RECORD) or {})["attempts"])
+    assert sorted(attempts) == [1, 1, 1, 1, 1, 2]
+    (lost,) = executor.losses
+    assert lost.facts["checkpoint"].startswith("checkpoints/0")
     assert make_plan(suite, tmp_path).remaining == 0
 
 
@@ -78,20 +235,51 @@ def test_a_failure_comes_back_with_its_reason(cluster: Any, tmp_path: Path) -> N
     assert "update" in reason
 
 
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+def test_stopping_brings_the_checkpoints_home(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(PLUGIN.format("Beside", "beside"))
+    base = {**tiny_base(100_000), "plugins": ["beside"]}
+    (tmp_path / "s.yaml").write_text(json.dumps({"settings": {"own": base}, "methods": ["beside"]}))
+    suite, out = load_suite(tmp_path / "s.yaml"), tmp_path / "out"
+    seen: list[str] = []
+
+    class Noted(RayExecutor):
+        def events(self, timeout: float) -> list[Event]:
+            found = super().events(timeout)
+            seen.extend(event.facts.get("stage", event.kind) for event in found)
+            return found
+
+    executor = Noted()
+    plan = make_plan(suite, out)
+    outcome = run_sweep(plan, executor, view=quiet(), stopping=lambda: "update" in seen)
+    executor.close()
+    assert outcome.exit_code == 130
+    assert seen[-1] == "interrupted"
+    (directory,) = directories(suite, out)
+    assert state_of(directory) is State.UNFINISHED
+    (kept,) = checkpoints(directory / CHECKPOINTS)
+    assert int(kept.name) > 0
+
+
 class LosesANode(RayExecutor):
-    """Takes one node away, without a goodbye, when the first run has finished and both nodes are at work."""
+    """Takes one node away, without a goodbye, once a run has finished and both nodes are far in the next."""
 
     def __init__(self, cluster: Any, node: Any) -> None:
         super().__init__()
         self.cluster, self.node, self.lost_while_busy = cluster, node, 0
+        self.losses: list[Event] = []
+        self.far: set[str] = set()
+        self.seen_finished = False
 
     def events(self, timeout: float) -> list[Event]:
         found = super().events(timeout)
-        if self.node is not None and self.seen_finished and self.busy == 2:
+        self.losses += [event for event in found if event.kind == "lost"]
+        self.far |= {event.job.id for event in found if event.facts.get("done", 0) > 300}
+        self.far -= {event.job.id for event in found if event.ends}
+        if self.node is not None and self.seen_finished and self.busy == len(self.far) == 2:
             self.lost_while_busy = self.busy
             self.cluster.remove_node(self.node, allow_graceful=False)
             self.node = None
         self.seen_finished = self.seen_finished or any(event.kind == "finished" for event in found)
         return found
-
-    seen_finished = False

@@ -47,6 +47,26 @@ def plugin_file(name: str, base: Path) -> Path | None:
     return next((path for path in beside if path.is_file()), None)
 
 
+def plugin_sources(names: Iterable[str]) -> dict[str, str]:
+    """The text of every named plugin that is one file here, for a machine that may not have it."""
+    sources = {}
+    for name in names:
+        file = plugin_file(name, Path.cwd())
+        if file is None and "." not in name and (spec := importlib.util.find_spec(name)) and spec.origin:
+            file = None if spec.submodule_search_locations else Path(spec.origin)
+        if file is not None and file.suffix == ".py":
+            sources[name] = file.read_text(encoding="utf-8")
+    return sources
+
+
+def preload(name: str, source: str) -> None:
+    """Import a plugin from its text as if its file were here, so that :func:`load_plugins` finds it."""
+    module = ModuleType(_module_name(Path.cwd() / Path(name).expanduser()) if name.endswith(".py") else name)
+    if module.__name__ not in sys.modules:
+        sys.modules[module.__name__] = module
+        exec(compile(source, name, "exec"), module.__dict__)
+
+
 def _load(name: str, where: str) -> ModuleType:
     file = plugin_file(name, Path.cwd())
     try:
@@ -70,9 +90,7 @@ def _load(name: str, where: str) -> ModuleType:
 
 def _from_file(path: Path) -> ModuleType:
     """A module from a file, once; two files of one name stay apart."""
-    path = path.resolve()
-    stem = path.parent.name if path.name == "__init__.py" else path.stem
-    name = f"gar_plugin_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    path, name = path.resolve(), _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -88,6 +106,12 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _module_name(path: Path) -> str:
+    path = path.resolve()
+    stem = path.parent.name if path.name == "__init__.py" else path.stem
+    return f"gar_plugin_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
 
 @functools.cache

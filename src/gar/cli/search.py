@@ -17,18 +17,16 @@ from gar.data.load import resolve
 from gar.errors import UserError
 from gar.presets.catalogue import resolve_config
 from gar.runs.stopping import StopSignals
-from gar.sweeps.executors import LocalExecutor
+from gar.sweeps.local import LocalExecutor
 from gar.sweeps.progress import View
-from gar.sweeps.search import Budget, Found, space
+from gar.sweeps.search import Budget, Found, SearchError, space, sweeping
 from gar.sweeps.search import search as search_methods
-from gar.sweeps.store import SWEEP
+from gar.sweeps.store import SWEEP, hold
 from gar.sweeps.suite import Suite, load_suite, shipped
-from gar.sweeps.sweep import hold
-from gar.sweeps.trials import TrialError, evaluator
 
 Bases = Callable[[str], dict[str, Any]]
-#: Path of a comparison below --out, its methods, and the configuration of each method.
-Comparison = tuple[str, list[str], Bases]
+#: Setting and mixture of a comparison, its methods, and the configuration of each method.
+Comparison = tuple[str, str, list[str], Bases]
 
 
 def search(
@@ -67,7 +65,7 @@ def search(
     changes = {**parse_overrides(overrides or []), **option_overrides(device=device, data_dir=data_dir)}
     budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
     comparisons = list(_comparisons(what, changes, method))
-    for _, methods, _ in comparisons:
+    for _, _, methods, _ in comparisons:
         for name in methods:
             space(name)
     console = Console()
@@ -78,13 +76,16 @@ def search(
             StopSignals() as stopping,
             View(0) as view,
         ):
-            measure = evaluator(executor, stopping, view)
-            for path, methods, bases in comparisons:
-                for found in search_methods(bases, methods, measure, out / path, seed=seed, budget=budget):
-                    view.say(f"chosen for {path}/{found.method}: accuracy {found.score:.4f} on the probe")
+            measure = sweeping(out, executor, stopping, view)
+            for setting, mixture, methods, bases in comparisons:
+                for found in search_methods(
+                    bases, methods, measure, out, setting, mixture, seed=seed, budget=budget
+                ):
+                    path = f"{setting}/{mixture}/{found.method}"
+                    view.say(f"chosen for {path}: accuracy {found.score:.4f} on the probe")
                     console.print(_table(path, found))
-                    console.print(f"gar train {out / path / found.method / 'chosen.yaml'}", soft_wrap=True)
-    except TrialError as failure:
+                    console.print(f"gar train {out / path / 'chosen.yaml'}", soft_wrap=True)
+    except SearchError as failure:
         Console(stderr=True).print(f"error: {failure}; start again to go on", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
@@ -95,7 +96,8 @@ def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) 
         name = re.sub(r"[^A-Za-z0-9._+-]", "_", resolve(config.mixture)[0])[:80]
         setting = Path(what).stem if Path(what).suffix else config.backbone.name.rstrip("/").split("/")[-1]
         yield (
-            f"{setting}/{name}",
+            setting,
+            name,
             methods or [config.method.name],
             lambda method: _with_method(config, method),
         )
@@ -106,7 +108,7 @@ def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) 
     for setting in suite.file.settings:
         for mixture in suite.mixtures(setting):
             wanted = methods or suite.methods(setting, mixture)
-            yield f"{setting}/{mixture}", wanted, _suite_bases(suite, setting, mixture)
+            yield setting, mixture, wanted, _suite_bases(suite, setting, mixture)
 
 
 def _is_suite(what: str) -> bool:
@@ -126,7 +128,7 @@ def _with_method(config: Config, method: str) -> dict[str, Any]:
 
 
 def _table(path: str, found: Found) -> Table:
-    table = Table(title=f"{path}/{found.method}", title_justify="left")
+    table = Table(title=path, title_justify="left")
     for heading in ("", "chosen", "range"):
         table.add_column(heading)
     where = space(found.method)

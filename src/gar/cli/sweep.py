@@ -14,11 +14,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from gar.cli.options import DataDirOption, DeviceOption, Format, FormatOption, option_overrides
-from gar.runs.state import State
-from gar.sweeps.executors import LocalExecutor, RayExecutor, available_cores
+from gar.runs import State
+from gar.sweeps.executors import available_cores
+from gar.sweeps.local import LocalExecutor
 from gar.sweeps.progress import duration
+from gar.sweeps.ray import RayExecutor
 from gar.sweeps.store import SWEEP
-from gar.sweeps.suite import load_suite, shipped
+from gar.sweeps.suite import Suite, load_suite, shipped
 from gar.sweeps.sweep import Plan, Status, make_plan, read_status, run_sweep
 
 
@@ -30,6 +32,10 @@ class RunByDefault(TyperGroup):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
+
+#: What a plan knows of runs, and what a status does.
+PLANNED = (State.FINISHED, State.FAILED, State.UNFINISHED, State.NEW)
+SHOWN = (State.FINISHED, State.RUNNING, State.FAILED, State.UNFINISHED, State.NEW)
 
 app = typer.Typer(
     cls=RunByDefault,
@@ -83,9 +89,10 @@ def run(
     Exit code: 0 all finished, 1 some failed, 130 interrupted after checkpoints.
     """
     chosen = option_overrides(device=device, data_dir=data_dir)
-    plan = make_plan(load_suite(suite, overrides or []).replace(chosen), out, retry_failed)
+    found = load_suite(suite, overrides or []).replace(chosen)
+    plan = make_plan(found, out, retry_failed)
     console = Console(stderr=not dry_run)
-    _show_plan(console, plan, jobs or 1)
+    _show_plan(console, found, plan, jobs or 1)
     if dry_run:
         return
     where = (
@@ -126,14 +133,14 @@ def list_suites() -> None:
     Console().print(table)
 
 
-def _show_plan(console: Console, plan: Plan, jobs: int) -> None:
-    table = Table(title=plan.suite.file.title or plan.suite.name, title_justify="left")
+def _show_plan(console: Console, suite: Suite, plan: Plan, jobs: int) -> None:
+    table = Table(title=suite.file.title or suite.name, title_justify="left")
     for heading in ("setting", "mixture"):
         table.add_column(heading, overflow="fold")
-    for heading in ("runs", *State):
+    for heading in ("runs", *PLANNED):
         table.add_column(heading, justify="right")
     for (setting, mixture), states in plan.cells.items():
-        table.add_row(setting, mixture, str(states.total()), *(str(states[s] or "") for s in State))
+        table.add_row(setting, mixture, str(states.total()), *(str(states[s] or "") for s in PLANNED))
     console.print(table)
     for name, reason in plan.refused.items():
         console.print(f"will fail: {name}: {reason}", style="yellow", markup=False, soft_wrap=True)
@@ -156,10 +163,9 @@ def _show_plan(console: Console, plan: Plan, jobs: int) -> None:
 
 
 def _show_status(console: Console, found: Status) -> None:
-    states = ("finished", "running", "failed", "unfinished", "new")
-    table = Table("setting", "mixture", *states)
+    table = Table("setting", "mixture", *SHOWN)
     for (setting, mixture), counts in found.cells.items():
-        table.add_row(setting, mixture, *(str(counts[state] or "") for state in states))
+        table.add_row(setting, mixture, *(str(counts[state] or "") for state in SHOWN))
     console.print(table)
     for name, facts in found.running.items():
         how = f"{facts['stage']} {facts['done']}/{facts['total']}" if "done" in facts else str(facts["stage"])

@@ -68,7 +68,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Run directories at or below the given paths, each once, sorted."""
+    """Run directories at or below the given paths, each once, sorted; hidden folders are passed over."""
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.is_dir():
@@ -121,7 +121,7 @@ def _search(path: Path) -> Iterator[Path]:
             below.clear()
             yield Path(directory)
         else:
-            below.sort()
+            below[:] = sorted(name for name in below if not name.startswith("."))
 
 
 def _is_run(files: set[str]) -> bool:

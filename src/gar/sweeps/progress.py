@@ -71,6 +71,9 @@ class View:
             self.now[name] = facts
         elif event.kind == "message":
             self.say(f"{name}: {facts['line']}")
+        elif event.kind == "lost":
+            self.now[name] = {"stage": "starting"}
+            self.say(f"lost {name}: {facts['reason']}; it goes on from {facts['checkpoint']}")
         if not event.ends:
             return
         self.now.pop(name, None)

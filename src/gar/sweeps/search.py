@@ -21,7 +21,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,14 @@ from gar.data.load import resolve
 from gar.errors import UserError, one_of
 from gar.presets import paper
 from gar.presets.catalogue import METHOD_FIELDS
-from gar.runs.files import read_json, write_json
+from gar.runs import DamagedFile, State, read_result, state_of
+from gar.runs.files import read_json, write_json, write_text
+from gar.runs.names import FAILURE
 from gar.seeds import derive_seed
-from gar.sweeps.suite import Tree, digest
+from gar.sweeps.executors import Executor
+from gar.sweeps.progress import View
+from gar.sweeps.suite import Combination, PlannedRun, Tree
+from gar.sweeps.sweep import Outcome, carry_out, make_plan
 
 Values = dict[str, float]
 
@@ -47,6 +52,10 @@ OPTIMIZER_KEYS = {
     "weight_decay": "optimizer.weight_decay",
 }
 FIRST_SEED = 1000
+#: The folder of a method's candidates. Reports pass hidden folders over: scores on the probe are no results.
+CANDIDATES = ".candidates"
+#: Updates between the checkpoints of a candidate.
+CHECKPOINT_EVERY = 100
 
 
 @dataclass(frozen=True)
@@ -149,37 +158,32 @@ class Budget:
         return tree
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One candidate with one seed: what an evaluation has to run."""
-
-    key: str
-    values: Mapping[str, float]
-    seed: int
-    tree: Tree
-    """The full configuration, search budget and seed included."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The macro accuracy of a trial on the probe, or why there is none (``reason``): it became non-finite."""
-
-    trial: Trial
-    accuracy: float | None
-    reason: str | None = None
-
-
-#: Measures trials, in any order; raising leaves what was measured so far in the store.
-Evaluate = Callable[[Sequence[Trial]], Iterable[Measured]]
-
-
 class Stopped(KeyboardInterrupt):
-    """The search was interrupted; what is stored is used when it starts again."""
+    """The search was interrupted; what is finished is used when it starts again."""
+
+
+class SearchError(RuntimeError):
+    """A run failed for a reason that is not its candidate's: the search cannot judge it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The runs of one stage of a search: every candidate with every seed."""
+
+    name: str
+    planned: Sequence[PlannedRun]
+
+    def runs(self) -> Iterator[PlannedRun]:
+        return iter(self.planned)
+
+
+#: Runs a stage below the search's directory until every run is finished, or failed by its candidate's fault.
+Measure = Callable[[Stage], None]
 
 
 @dataclass
-class Step:
-    """One stage of a search: the candidates it compared, in order, and their scores (None: non-finite)."""
+class Compared:
+    """The candidates that a stage compared, in order, and their scores (None: non-finite)."""
 
     stage: str
     candidates: list[Values]
@@ -196,7 +200,7 @@ class Found:
     score: float
     tree: Tree
     """The chosen configuration, with the final budget and seed of the base."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Compared] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     """Non-finite candidates by key, with the reason."""
 
@@ -218,8 +222,10 @@ class Found:
 
 def search_method(
     base: Tree,
-    evaluate: Evaluate,
-    directory: Path,
+    measure: Measure,
+    out: Path,
+    setting: str = "search",
+    mixture: str = "mixture",
     *,
     inherited: Mapping[str, float] | None = None,
     seed: int = 0,
@@ -227,9 +233,9 @@ def search_method(
 ) -> Found:
     """Search one method: the coordinate-wise pass, then the local grid around its result.
 
-    ``base`` is the full configuration with the method in it, ``inherited`` Baseline's chosen values. Every
-    candidate is kept in ``directory/candidates`` under a digest of its configuration, and is not measured
-    again; ``directory/chosen.yaml`` and ``search.json`` come last.
+    ``base`` is the full configuration with the method in it, ``inherited`` Baseline's chosen values. The
+    candidates' runs are kept in ``out/setting/mixture/method/.candidates`` under a digest of what they
+    compute, and are not run again; ``chosen.yaml`` and ``search.json`` beside them come last.
     """
     method = base["method"]["name"]
     where = space(method)
@@ -239,28 +245,29 @@ def search_method(
             f"search {method}: {', '.join(missing)} come from Baseline, which has to be searched first"
         )
     locked = {name: (inherited or {})[name] for name in where.inherited}
-    scorer = _Scorer(base, where, locked, evaluate, directory, seed, budget or Budget())
+    scorer = _Scorer(base, where, locked, measure, out, (setting, mixture), seed, budget or Budget())
     current: Values = {coordinate.name: coordinate.middle for coordinate in where.coordinates}
-    steps: list[Step] = []
+    steps: list[Compared] = []
     for coordinate in where.coordinates:
         tried = [{**current, coordinate.name: value} for value in coordinate.grid()]
-        step = scorer.compare(coordinate.name, tried)
-        steps.append(step)
-        if (index := _best(step.scores)) is not None:
+        compared = scorer.compare(coordinate.name, tried)
+        steps.append(compared)
+        if (index := _best(compared.scores)) is not None:
             current = tried[index]
     near = (
         (current[c.name], *c.nearby(current[c.name], seed, "search", "nearby", method))
         for c in where.coordinates
     )
     names = [coordinate.name for coordinate in where.coordinates]
-    step = scorer.compare(
+    compared = scorer.compare(
         "local", [dict(zip(names, point, strict=True)) for point in itertools.product(*near)]
     )
-    steps.append(step)
-    index = _best(step.scores)
+    steps.append(compared)
+    directory = out / setting / mixture / method
+    index = _best(compared.scores)
     if index is None:
-        raise UserError(f"search {method}: every candidate became non-finite; see {directory / 'candidates'}")
-    values, score = step.candidates[index], step.scores[index]
+        raise UserError(f"search {method}: every candidate became non-finite; see {directory / CANDIDATES}")
+    values, score = compared.candidates[index], compared.scores[index]
     assert score is not None
     tree = _with_values(base, where, {**values, **locked})
     found = Found(method, {**values, **locked}, score, tree, steps, scorer.problems)
@@ -269,73 +276,69 @@ def search_method(
 
 
 class _Scorer:
-    """Scores candidates, from the store where they are there already."""
+    """Scores candidates by their runs, those that are there already included."""
 
     def __init__(
         self,
         base: Tree,
         where: Space,
         locked: Values,
-        evaluate: Evaluate,
-        directory: Path,
+        measure: Measure,
+        out: Path,
+        place: tuple[str, str],
         seed: int,
         budget: Budget,
     ) -> None:
         self.base, self.where, self.locked = base, where, locked
-        self.evaluate, self.folder = evaluate, directory / "candidates"
+        self.measure, self.out, self.place = measure, out, place
         self.seeds = [FIRST_SEED + seed * budget.seeds + i for i in range(budget.seeds)]
         self.budget = budget
         self.problems: dict[str, str] = {}
 
-    def compare(self, stage: str, candidates: list[Values]) -> Step:
-        """Measure what is missing of the candidates, all in one batch."""
-        trees = [
-            self.budget.apply(_with_values(self.base, self.where, {**v, **self.locked})) for v in candidates
+    def compare(self, stage: str, candidates: list[Values]) -> Compared:
+        """Run the candidates, each once, and read their scores."""
+        combinations = [self._combination(values) for values in candidates]
+        runs = {c.id: [PlannedRun(c, seed, probe=True) for seed in self.seeds] for c in combinations}
+        name = ",".join((*self.place, self.where.method, stage))
+        self.measure(Stage(name, [run for planned in runs.values() for run in planned]))
+        keys = [combination.method.rpartition("/")[2] for combination in combinations]
+        scores = {key: self._score(key, runs[c.id]) for key, c in zip(keys, combinations, strict=True)}
+        return Compared(stage, candidates, [scores[key] for key in keys], keys)
+
+    def _combination(self, values: Values) -> Combination:
+        tree = self.budget.apply(_with_values(self.base, self.where, {**values, **self.locked}))
+        found = Combination(*self.place, "", tree, {"checkpoint.every": CHECKPOINT_EVERY})
+        content = [
+            found.digest,
+            found.data,
+            self.seeds,
+            paper.hpo()["candidate_evaluation"]["probe_fraction"],
         ]
-        keys = [_content_key(tree, self.seeds) for tree in trees]
-        records = {
-            key: self._read(key) or self._fresh(key, v) for key, v in zip(keys, candidates, strict=True)
-        }
-        missing = [
-            Trial(key, records[key]["values"], seed, {**tree, "seed": seed})
-            for key, tree in dict(zip(keys, trees, strict=True)).items()
-            for seed in self.seeds
-            if str(seed) not in records[key]["accuracy"]
-        ]
-        for measured in self.evaluate(missing) if missing else ():
-            self._store(records[measured.trial.key], measured)
-        short = [key for key in keys if len(records[key]["accuracy"]) < len(self.seeds)]
-        if short:
-            raise Stopped(
-                f"search {self.where.method}: {len(set(short))} candidates of stage {stage} are open"
-            )
-        for key in keys:
-            if records[key]["reasons"]:
-                self.problems[key] = "; ".join(records[key]["reasons"].values())
-        return Step(stage, candidates, [records[key]["score"] for key in keys], keys)
+        key = hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()
+        return replace(found, method=f"{self.where.method}/{CANDIDATES}/{key}")
 
-    def _fresh(self, key: str, values: Values) -> Tree:
-        return {
-            "key": key,
-            "method": self.where.method,
-            "values": {**values, **self.locked},
-            "accuracy": {},
-            "reasons": {},
-            "score": None,
-        }
+    def _score(self, key: str, runs: Sequence[PlannedRun]) -> float | None:
+        """The mean accuracy over the seeds; none, and a problem noted, where one became non-finite."""
+        accuracies, reasons = [], []
+        for run in runs:
+            directory = self.out / run.id
+            if (reason := _non_finite(directory)) is not None:
+                reasons.append(reason)
+                continue
+            try:
+                accuracies.append(read_result(directory).accuracy.macro)
+            except DamagedFile as error:
+                raise UserError(f"{directory}: {error}; remove it to run it again") from None
+        if reasons:
+            self.problems[key] = "; ".join(reasons)
+            return None
+        return sum(accuracies) / len(accuracies)
 
-    def _read(self, key: str) -> Tree | None:
-        return read_json(self.folder / f"{key}.json")
 
-    def _store(self, record: Tree, measured: Measured) -> None:
-        seed = str(measured.trial.seed)
-        record["accuracy"][seed] = measured.accuracy
-        if measured.accuracy is None:
-            record["reasons"][seed] = measured.reason or "non-finite"
-        if len(record["accuracy"]) == len(self.seeds) and not record["reasons"]:
-            record["score"] = sum(record["accuracy"].values()) / len(self.seeds)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / f"{record['key']}.json", record)
+def _non_finite(directory: Path) -> str | None:
+    """The reason of a run that failed by its candidate's fault."""
+    failure = read_json(directory / FAILURE) or {} if state_of(directory) is State.FAILED else {}
+    return str(failure["reason"]) if failure.get("error") == "TrainingFailure" else None
 
 
 def _best(scores: Sequence[float | None]) -> int | None:
@@ -352,11 +355,6 @@ def _with_values(base: Tree, where: Space, values: Mapping[str, float]) -> Tree:
     return configuration.build(tree, f"search {where.method}").to_dict()
 
 
-def _content_key(tree: Tree, seeds: Sequence[int]) -> str:
-    content = json.dumps([digest(tree), list(seeds), paper.hpo()["candidate_evaluation"]["probe_fraction"]])
-    return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
-
-
 def _uniform(*stream: int | str) -> float:
     """A number in (0, 1) that depends on the named stream alone."""
     return (derive_seed(*stream) + 0.5) / 2**63
@@ -367,9 +365,7 @@ def _write(found: Found, directory: Path) -> None:
     values = ", ".join(f"{name} {value:.2g}" for name, value in found.values.items())
     head = f"# Chosen by `gar search`: {values}; macro accuracy {found.score:.4f} on the development probe.\n"
     body = yaml.safe_dump(found.tree, sort_keys=False, allow_unicode=True)
-    working = directory / ".chosen.yaml.partial"
-    working.write_text(head + body, encoding="utf-8")
-    working.replace(directory / "chosen.yaml")
+    write_text(directory / "chosen.yaml", head + body)
     write_json(directory / "search.json", found.report())
 
 
@@ -379,26 +375,51 @@ def _write(found: Found, directory: Path) -> None:
 def search(
     bases: Callable[[str], Tree],
     methods: Iterable[str],
-    evaluate: Callable[[Path], Evaluate],
-    directory: Path,
+    measure: Measure,
+    out: Path,
+    setting: str,
+    mixture: str,
     *,
     seed: int = 0,
     budget: Budget | None = None,
 ) -> Iterator[Found]:
     """Search several methods in one setting and mixture, Baseline first.
 
-    ``bases(method)`` is a method's configuration, ``evaluate(directory)`` gives what measures the trials of
-    the search in that directory. Each method has its own directory below ``directory``.
+    ``bases(method)`` is a method's configuration. Each method has its own directory below
+    ``out/setting/mixture``.
     """
     wanted = list(dict.fromkeys(methods))
     for method in wanted:
         space(method)
     inherited: Mapping[str, float] = {}
     for method in ["baseline", *(name for name in wanted if name != "baseline")]:
-        folder = directory / method
         found = search_method(
-            bases(method), evaluate(folder), folder, inherited=inherited, seed=seed, budget=budget
+            bases(method), measure, out, setting, mixture, inherited=inherited, seed=seed, budget=budget
         )
         if method == "baseline":
             inherited = {name: found.values[name] for name in paper.hpo()["inherited_from_baseline"]}
         yield found
+
+
+def sweeping(out: Path, executor: Executor, stopping: Callable[[], bool], view: View) -> Measure:
+    """Run stages as sweeps below ``out``, which the caller holds."""
+
+    def measure(stage: Stage) -> None:
+        for run in stage.runs():
+            if _non_finite(out / run.id) is None:  # another failure is nobody's score: run it again
+                (out / run.id / FAILURE).unlink(missing_ok=True)
+        plan, outcome = make_plan(stage, out), Outcome()
+        view.total += plan.remaining
+        carry_out(plan, executor, outcome, keep_models=False, view=view, stopping=stopping)
+        if stopping():
+            raise Stopped("search stopped; start it again with the same arguments to go on")
+        directories = {run.id: out / run.id for run in stage.runs()}
+        failures = [
+            f"{name}: {(read_json(directory / FAILURE) or {}).get('reason')}"
+            for name, directory in directories.items()
+            if state_of(directory) is not State.FINISHED and _non_finite(directory) is None
+        ]
+        if failures:
+            raise SearchError(f"{len(failures)} runs failed; the first: {failures[0]}")
+
+    return measure

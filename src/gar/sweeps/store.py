@@ -1,93 +1,116 @@
-"""The run directories of a sweep: their states, what the sweep notes in them, and how one travels.
+"""What a sweep notes about its runs, and its own files.
 
 ``DIR/<setting>/<mixture>/<method>/seed-<n>/`` is an ordinary run directory with one file more,
-``sweep.json``: which run of the suite it is, a digest of its configuration, and the seconds it took.
-``DIR/.sweep/`` holds the planned ids of every suite run there, what is running now, and the sweep's lock.
+``sweep.json``: which run of the suite it is, digests of its configuration and its data, the number of its
+starts and the seconds they took. ``DIR/.sweep/`` holds the planned ids of every suite run there, what is
+running now, and the sweep's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from filelock import FileLock, Timeout
 
-from gar.config import flat
+from gar.config import digest
 from gar.errors import UserError
-from gar.runs.files import read_json, write_json
+from gar.runs.directory import first_difference, stored_config, write_failure
+from gar.runs.files import read_json, write_json, write_text
 from gar.runs.names import CHECKPOINTS, CONFIG, ENVIRONMENT, FAILURE, HISTORY, LOG
-from gar.sweeps.suite import Run, digest
+from gar.runs.state import is_locked
+from gar.sweeps.suite import PlannedRun
 
-RECORD, SWEEP = "sweep.json", ".sweep"
-
-
-def same_configuration(directory: Path, run: Run) -> bool:
-    """Whether an existing run directory belongs to the configuration that the suite now gives this run."""
-    record = read_json(directory / RECORD)
-    if record is not None:
-        return record.get("configuration") == run.combination.digest
-    stored = _stored_config(directory)  # of a run by `gar train`
-    return stored is None or (digest(stored) == run.combination.digest and stored.get("seed") == run.seed)
+RECORD, SWEEP, LOCK = "sweep.json", ".sweep", "lock"
+#: Of sweep.json. Digests of another schema mean something else; the run's configuration is compared then.
+SCHEMA = 2
 
 
-def first_difference(directory: Path, run: Run) -> str:
-    """The first key in which a run directory's configuration is another, for people."""
-    before, now = flat(_stored_config(directory) or {}), flat(run.tree())
-    for key, value in now.items():
-        if before.get(key) != value and key != "seed":
-            return f"{key} was {before.get(key)!r} and is {value!r}"
-    return "a key was dropped"
+def difference(directory: Path, run: PlannedRun) -> str | None:
+    """In what an existing run directory computes something else than the suite now asks for, for people."""
+    record, stored = read_json(directory / RECORD) or {}, None
+    if record.get("schema") == SCHEMA:
+        same = record["configuration"] == run.combination.digest
+    else:  # of an older version, or by `gar train`
+        stored = _stored_config(directory)
+        same = stored is None or (digest(stored), stored.get("seed")) == (run.combination.digest, run.seed)
+    if not same:
+        found = first_difference(stored or _stored_config(directory) or {}, run.tree())
+        what = "" if found is None else " ({} was {!r} and is {!r})".format(*found)
+        return f"its run has another configuration{what}"
+    data = record.get("data") or (read_json(directory / ENVIRONMENT) or {}).get("data") or {}
+    for task, now in run.combination.data.items():
+        if data.get(task, now) != now:
+            return f"its run was on other data (the examples of task {task} are not the same)"
+    return None
 
 
-def begin(directory: Path, run: Run, retry: bool) -> None:
+def begin(directory: Path, run: PlannedRun, retry: bool) -> None:
     """Note that the run starts or goes on. A failed run with another configuration starts from nothing."""
     record = read_json(directory / RECORD) or {}
-    if retry:
-        if not same_configuration(directory, run):
-            record = {}
-            for name in (CONFIG, ENVIRONMENT, HISTORY, LOG):
-                (directory / name).unlink(missing_ok=True)
-            shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
-        (directory / FAILURE).unlink(missing_ok=True)
-    combination = run.combination
+    if retry and difference(directory, run):
+        record = {}
+        for name in (CONFIG, ENVIRONMENT, HISTORY, LOG):
+            (directory / name).unlink(missing_ok=True)
+        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
+    (directory / FAILURE).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
+    combination = run.combination
     facts = {
-        "schema": 1,
+        "schema": SCHEMA,
         "id": run.id,
         "setting": combination.setting,
         "mixture": combination.mixture,
         "method": combination.method,
         "seed": run.seed,
         "configuration": combination.digest,
+        "data": combination.data,
         "attempts": record.get("attempts", 0) + 1,
         "seconds": record.get("seconds", 0.0),
     }
     write_json(directory / RECORD, facts)
 
 
-def spent(directory: Path, seconds: float) -> None:
-    """Add to the time that the run took over all its attempts."""
+def spent(directory: Path, seconds: float, starts: int = 0) -> None:
+    """Add to the time that the run took over all its starts, and to their number."""
     if (record := read_json(directory / RECORD)) is not None:
-        write_json(directory / RECORD, {**record, "seconds": record.get("seconds", 0.0) + seconds})
+        record["seconds"] = record.get("seconds", 0.0) + seconds
+        record["attempts"] = record.get("attempts", 0) + starts
+        write_json(directory / RECORD, record)
+
+
+def note_failure(directory: Path, error: str, reason: str) -> None:
+    """failure.json of a run that could not write its own; one that it wrote since :func:`begin` stays."""
+    if read_json(directory / FAILURE) is None:
+        write_failure(directory, error, reason)
 
 
 # ---------------------------------------------------------------------- the sweep's own files
 
 
 @contextlib.contextmanager
-def planned(out: Path, suite: str) -> Iterator[Any]:
-    """A file that takes the ids of the suite's runs, a line each; in place when complete."""
-    target = out / SWEEP / f"{suite}.txt"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    working = target.with_suffix(".partial")
-    with working.open("w", encoding="utf-8") as file:
-        yield file
-    os.replace(working, target)
+def hold(out: Path) -> Iterator[None]:
+    """Keep a second sweep or search out of a directory."""
+    try:
+        (out / SWEEP).mkdir(parents=True, exist_ok=True)
+        # Whoever asks for the status holds the lock for a moment.
+        with FileLock(out / SWEEP / LOCK).acquire(timeout=0.5):
+            yield
+    except Timeout:
+        raise UserError(f"{out}: another sweep or search is running in this directory") from None
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = out if error.filename is None else error.filename
+        raise UserError(f"{where}: {error.strerror or error}; finished runs are kept") from error
+
+
+def write_planned(out: Path, suite: str, ids: Iterable[str]) -> None:
+    """The ids of a suite's runs, a line each."""
+    write_text(out / SWEEP / f"{suite}.txt", "".join(f"{name}\n" for name in ids))
 
 
 def planned_ids(out: Path) -> list[str]:
@@ -102,20 +125,19 @@ def planned_ids(out: Path) -> list[str]:
 
 def write_running(out: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
     """What runs now, for `gar sweep status`."""
-    write_json(out / SWEEP / "running.json", {"time": time.time(), "runs": runs})
+    write_json(out / SWEEP / "running.json", {"runs": runs})
 
 
-def running(out: Path, patience: float = 30.0) -> dict[str, dict[str, Any]]:
-    """What a sweep said to be running within the last seconds."""
-    told = read_json(out / SWEEP / "running.json") or {}
-    runs: dict[str, dict[str, Any]] = told.get("runs", {})
-    return runs if time.time() - told.get("time", 0.0) < patience else {}
+def running(out: Path) -> dict[str, dict[str, Any]]:
+    """What the sweep that holds the directory says to be running; nothing where none does."""
+    if not is_locked(out / SWEEP, LOCK):
+        return {}
+    runs: dict[str, dict[str, Any]] = (read_json(out / SWEEP / "running.json") or {}).get("runs", {})
+    return runs
 
 
 def _stored_config(directory: Path) -> dict[str, Any] | None:
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load((directory / CONFIG).read_text(encoding="utf-8"), loader)
-    except (OSError, yaml.YAMLError):
+        return stored_config(directory / CONFIG)
+    except UserError:
         return None
-    return tree if isinstance(tree, dict) else None

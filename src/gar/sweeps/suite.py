@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gar import config as configuration
 from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_key
+from gar.data import identity
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, unknown_name
 from gar.errors import UserError, nearest, one_of
@@ -39,8 +38,6 @@ Tree = dict[str, Any]
 
 #: Updates between checkpoints where neither configuration nor suite asks for any: a sweep survives a crash.
 CHECKPOINT_EVERY = 200
-#: Where a run computes, not what: two configurations that differ in these alone are one run.
-WHERE = ("device", "data_dir", "cache", "checkpoint", "tracking")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -134,16 +131,26 @@ class Combination:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what the run computes, seed aside."""
-        return digest(self.tree)
+        """Of what the run computes, seed and data aside."""
+        return configuration.digest(self.tree)
+
+    @functools.cached_property
+    def data(self) -> dict[str, str]:
+        """A digest of every task's examples; empty where they are not here but on the machines that run."""
+        try:
+            return identity(MixtureConfig.model_validate(self.tree["mixture"]), self.tree["data_dir"])
+        except UserError:
+            return {}
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of a suite. ``id`` is also its directory below the suite's."""
 
     combination: Combination
     seed: int
+    probe: bool = False
+    """Of a search: train on 90 % of the training split and evaluate on the other 10 %."""
 
     @property
     def id(self) -> str:
@@ -152,6 +159,15 @@ class Run:
     def tree(self) -> Tree:
         """The run's configuration."""
         return {**self.combination.tree, "seed": self.seed}
+
+
+class Runs(Protocol):
+    """What a sweep does: runs under a name. The runs are made anew each time, so there may be many."""
+
+    @property
+    def name(self) -> str: ...
+
+    def runs(self) -> Iterator[PlannedRun]: ...
 
 
 @dataclass(frozen=True)
@@ -169,9 +185,11 @@ class Suite:
         cells = sum(1 for s in self.file.settings for m in self.mixtures(s) for _ in self.methods(s, m))
         return cells * arms * len(self.file.seeds)
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PlannedRun]:
         """Every run; the seeds of a combination come together, so its configuration is built once."""
-        return (Run(combination, seed) for combination in self.combinations() for seed in self.file.seeds)
+        return (
+            PlannedRun(combination, seed) for combination in self.combinations() for seed in self.file.seeds
+        )
 
     def combinations(self) -> Iterator[Combination]:
         for setting in self.file.settings:
@@ -290,12 +308,6 @@ def build_suite(tree: Tree, name: str, directory: Path, where: str = "suite") ->
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return suite
-
-
-def digest(tree: Mapping[str, Any]) -> str:
-    """Of what a configuration computes: seed and the keys of :data:`WHERE` aside."""
-    content = {key: value for key, value in tree.items() if key != "seed" and key not in WHERE}
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _explain(error: ValidationError) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from gar.errors import UserError
 from gar.runs.directory import write_failure
 from gar.runs.files import read_json
@@ -20,7 +18,7 @@ from gar.runs.stopping import StopSignals
 from gar.sweeps import store
 from gar.sweeps.executors import Executor, Job, drive
 from gar.sweeps.progress import View
-from gar.sweeps.suite import Run, Suite
+from gar.sweeps.suite import Runs
 
 #: Seconds between writes of what runs now, for `gar sweep status`.
 PACE = 2.0
@@ -51,7 +49,7 @@ class Times:
 class Plan:
     """What a suite means for a directory: states by (setting, mixture), and how long the rest may take."""
 
-    suite: Suite
+    suite: Runs
     out: Path
     retry_failed: bool
     cells: dict[Key, Counter[State]] = field(default_factory=dict)
@@ -83,7 +81,7 @@ class Plan:
         return seconds / jobs, unknown
 
 
-def make_plan(suite: Suite, out: Path, retry_failed: bool = False) -> Plan:
+def make_plan(suite: Runs, out: Path, retry_failed: bool = False) -> Plan:
     """Look at every run's directory. Memory is that of the combinations counted, not of the runs.
 
     A combination that makes no valid configuration is noted in ``refused``; only when none is valid, or a
@@ -105,11 +103,8 @@ def make_plan(suite: Suite, out: Path, retry_failed: bool = False) -> Plan:
         if is_due(state, retry_failed):
             plan.todo[key] += 1
         if state in (State.FINISHED, State.UNFINISHED) and combination.id not in plan.refused:
-            if not store.same_configuration(directory, run):
-                change = store.first_difference(directory, run)
-                raise UserError(
-                    f"{directory}: its run has another configuration ({change}); expected another --out"
-                )
+            if change := store.difference(directory, run):
+                raise UserError(f"{directory}: {change}; expected another --out")
             if state is State.FINISHED and (record := read_json(directory / store.RECORD)):
                 plan.times.add(key, record["seconds"])
     if not valid:
@@ -147,43 +142,36 @@ def run_sweep(
     states = plan.states
     outcome = Outcome(states[State.FINISHED], 0 if plan.retry_failed else states[State.FAILED])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hold(plan.out))
+        stack.enter_context(store.hold(plan.out))
         view = view or stack.enter_context(View(plan.total, outcome.finished + outcome.failed))
         stop = stopping or stack.enter_context(StopSignals())
-        _write_ids(plan)
-        told = 0.0
-        for event in drive(executor, _jobs(plan, keep_models, view, outcome), stop):
-            view.follow(event)
-            if event.ends:
-                store.spent(event.job.out, event.facts.get("seconds", 0.0))
-                outcome.finished += event.kind == "finished"
-                outcome.failed += event.kind == "failed"
-            if event.ends or time.monotonic() - told > PACE:
-                told = time.monotonic()
-                store.write_running(plan.out, view.now)
-        store.write_running(plan.out, {})
-        outcome.interrupted = stop()
+        carry_out(plan, executor, outcome, keep_models=keep_models, view=view, stopping=stop)
     return outcome
 
 
-@contextlib.contextmanager
-def hold(out: Path) -> Iterator[None]:
-    """Keep a second sweep or search out of a directory."""
-    try:
-        (out / store.SWEEP).mkdir(parents=True, exist_ok=True)
-        with FileLock(out / store.SWEEP / "lock").acquire(timeout=0):
-            yield
-    except Timeout:
-        raise UserError(f"{out}: another sweep or search is running in this directory") from None
-    except OSError as error:
-        if error.filename is None and error.errno is None:
-            raise
-        raise UserError(f"{out}: {error.strerror or error}; finished runs are kept") from error
-
-
-def _write_ids(plan: Plan) -> None:
-    with store.planned(plan.out, plan.suite.name) as file:
-        file.writelines(f"{run.id}\n" for run in plan.suite.runs())
+def carry_out(
+    plan: Plan,
+    executor: Executor,
+    outcome: Outcome,
+    *,
+    keep_models: bool,
+    view: View,
+    stopping: Callable[[], bool],
+) -> None:
+    """Run everything that is due in a directory that the caller holds, and count it in ``outcome``."""
+    store.write_planned(plan.out, plan.suite.name, (run.id for run in plan.suite.runs()))
+    told = 0.0
+    for event in drive(executor, _jobs(plan, keep_models, view, outcome), stopping):
+        view.follow(event)
+        if event.ends or event.kind == "lost":
+            store.spent(event.job.out, event.facts.get("seconds", 0.0), starts=event.kind == "lost")
+            outcome.finished += event.kind == "finished"
+            outcome.failed += event.kind == "failed"
+        if event.ends or time.monotonic() - told > PACE:
+            told = time.monotonic()
+            store.write_running(plan.out, view.now)
+    store.write_running(plan.out, {})
+    outcome.interrupted = stopping()
 
 
 def _jobs(plan: Plan, keep_models: bool, view: View, outcome: Outcome) -> Iterator[Job]:
@@ -200,7 +188,7 @@ def _jobs(plan: Plan, keep_models: bool, view: View, outcome: Outcome) -> Iterat
             view.ended(f"FAILED {run.id}: {reason}", "red")
             continue
         store.begin(directory, run, retry=state is State.FAILED)
-        yield Job(run.id, run.tree(), directory, keep_model=keep_models)
+        yield Job(run.id, run.tree(), directory.resolve(), probe=run.probe, keep_model=keep_models)
 
 
 def _about(name: str, error: UserError) -> str:
@@ -214,7 +202,7 @@ def _about(name: str, error: UserError) -> str:
 class Status:
     """The runs planned in a directory, by (setting, mixture) and state; ``running`` and failures by id."""
 
-    cells: dict[Key, Counter[str]]
+    cells: dict[Key, Counter[State]]
     running: dict[str, dict[str, object]]
     failures: dict[str, str]
 
@@ -224,21 +212,13 @@ def read_status(out: Path) -> Status:
     now = store.running(out)
     status = Status({}, {}, {})
     for run_id in store.planned_ids(out):
-        setting, mixture, _, _ = run_id.split("/")
-        state: str = state_of(out / run_id)
+        setting, mixture, *_ = run_id.split("/")
+        state = state_of(out / run_id)
         if state in (State.NEW, State.UNFINISHED) and run_id in now:
-            state, status.running[run_id] = "running", dict(now[run_id])
+            state, status.running[run_id] = State.RUNNING, dict(now[run_id])
         status.cells.setdefault((setting, mixture), Counter())[state] += 1
-        if state == State.FAILED:
+        if state is State.FAILED:
             told = read_json(out / run_id / FAILURE) or {}
             after = f" (last checkpoint: {told['checkpoint']})" if told.get("checkpoint") else ""
             status.failures[run_id] = f"{told.get('reason', 'failure.json cannot be read')}{after}"
     return status
-
-
-def run_of(suite: Suite, run_id: str) -> Run:
-    """The run of a suite with this id."""
-    for run in suite.runs():
-        if run.id == run_id:
-            return run
-    raise UserError(f"suite {suite.name} has no run {run_id!r}")
