@@ -112,3 +112,22 @@ def test_unquoted_booleans_as_label_names_are_explained() -> None:
     numbers = config.build({"mixture": {"tasks": [{"name": "a", "labels": [0, 1]}]}}).mixture.tasks[0]
     assert not isinstance(numbers, str)
     assert numbers.labels == ("0", "1")
+
+
+def test_paths_of_overrides_are_those_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = config.parse_overrides(
+        ["data_dir=data", "cache.directory=cache", "backbone.name=bert", "plugins=[a.py]", "seed=1"]
+    )
+    assert found == {
+        "data_dir": str(tmp_path / "data"),
+        "cache.directory": str(tmp_path / "cache"),
+        "backbone.name": str(tmp_path / "bert"),
+        "plugins": [str(tmp_path / "a.py")],
+        "seed": 1,
+    }
+    hub = config.parse_overrides(["backbone.name=facebookai/roberta-base"])
+    assert hub == {"backbone.name": "facebookai/roberta-base"}

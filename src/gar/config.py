@@ -298,10 +298,22 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         if not equals or not key.strip():
             raise UserError(f"override {item!r}: expected key.sub=value, e.g. optimizer.updates=500")
         try:
-            parsed[key.strip()] = yaml.load(text, _Loader)
+            parsed[key.strip()] = _anchored_here(key.strip(), yaml.load(text, _Loader))
         except yaml.YAMLError:
             raise UserError(f"override {item!r}: the value is not readable as YAML") from None
     return parsed
+
+
+def _anchored_here(key: str, value: Any) -> Any:
+    """The value of a dotted key with its paths, as written in the working directory, made absolute."""
+    *parents, last = key.split(".")
+    tree: dict[str, Any] = {last: value}
+    for parent in reversed(parents):
+        tree = {parent: tree}
+    node = anchor_paths(tree, Path.cwd())
+    for parent in parents:
+        node = node[parent]
+    return node[last]
 
 
 def load_tree(path: str | Path) -> dict[str, Any]:
