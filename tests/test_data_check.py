@@ -76,6 +76,16 @@ def test_check_json(own):
     assert task["validation"]["truncated"] == 0
 
 
+def test_check_notes_dropped_validation_rows(own, tmp_path):
+    (tmp_path / "dev.csv").write_text("review,mood\none two,good\n,bad\nfour,bad\n")
+    own.write_text(own.read_text().replace("label: mood}", "label: mood, drop_empty: true}"))
+    note = "mood validation: dropped 1 empty of 3 rows; it is measured on the other 2"
+    result = runner.invoke(app, ["check", str(own), "--format", "json"])
+    assert json.loads(result.stdout)["notes"] == [note]
+    result = runner.invoke(app, ["check", str(own)], env={"COLUMNS": "120"})
+    assert f"note: {note}" in result.stdout
+
+
 def test_check_table_and_overrides(own):
     result = runner.invoke(app, ["check", str(own), "backbone.max_length=40"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output

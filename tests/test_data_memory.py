@@ -165,6 +165,7 @@ def test_fingerprints_see_all_of_the_content() -> None:
         nli(train=replace(part, texts=["text 0text 1", "", "text 2"])),
         nli(train=replace(part, pairs=None)),
     ]
+    others.append(nli(train=replace(part, texts=["text 0", "text 1", "\ud800"])))  # refused elsewhere
     found = {task.fingerprint() for task in (base, *others)}
     assert len(found) == 1 + len(others)
 
