@@ -496,7 +496,7 @@ def test_the_loop_runs_the_updater(world: Path) -> None:
 
 
 def test_the_norm_of_float32_gradients_has_the_digits_of_float64() -> None:
-    """A float32 sum of this length is off in the sixth digit, and elsewhere with other threads."""
+    """On a CPU: a float32 sum of this length is off in the sixth digit, elsewhere with other threads."""
     parts = [1e-3 * torch.randn(shape) for shape in ((300, 1000), (7,), (2, 3, 5))]
     expected = float(torch.cat([part.double().flatten() for part in parts]).norm())
     assert float(module.total_norm(parts)) == pytest.approx(expected, rel=1e-14)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from gar.config import Config, OptimizerConfig
@@ -163,7 +163,7 @@ class Updater:
         self, groups: Sequence[Group], update: Update, norm: Tensor, rate: float, number: int
     ) -> Outcome:
         """Losses and gradient norm as numbers (the update's only read-back), or a failure that says where."""
-        *losses, norm_value = torch.cat([update.losses.double(), norm.reshape(1)]).tolist()
+        *losses, norm_value = torch.cat([update.losses.double(), norm.double().reshape(1)]).tolist()
         for group, loss in zip(groups, losses, strict=True):
             if not math.isfinite(loss):
                 raise TrainingFailure(
@@ -193,7 +193,9 @@ class Updater:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global norm of gradients, in float64: float32 sums differ with the number of threads."""
+    """The global norm of gradients; on a CPU in float64, where float32 sums differ with the threads."""
+    if gradients[0].device.type != "cpu":
+        return get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
