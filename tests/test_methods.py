@@ -1052,10 +1052,12 @@ def test_a_state_reaches_every_hook() -> None:
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
-#: Rooms that deal with the paper's methods as such: its presets, the reference of comparisons, their tables.
-BY_NAME = ("methods", "presets", "sweeps", "report", "cli")
+#: What deals with the paper's methods as such: its presets, suites of them, and the first steps.
+BY_NAME = ("methods", "presets", "sweeps", "cli/quickstart.py")
 ELSEWHERE = sorted(
-    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in BY_NAME
+    path
+    for path in PACKAGE.rglob("*.py")
+    if not any(path.is_relative_to(PACKAGE / place) for place in BY_NAME)
 )
 
 
@@ -1085,6 +1087,33 @@ def method_mentions(source: str) -> list[str]:
                 if name in classes or (isinstance(inner, ast.Constant) and inner.value == "gar"):
                     found.append(f"line {getattr(inner, 'lineno', '?')}: {ast.unparse(part)}")
     return found
+
+
+def test_label_style_and_part_in_comparisons_are_a_methods_own() -> None:
+    """A method made from another must not be shown, and averaged, as that one."""
+
+    class Variation(GAR):
+        name: ClassVar[str] = "variation"
+
+    class Named(STGCLoad):
+        name: ClassVar[str] = "named"
+        label: ClassVar[str] = "GAR"
+
+    assert (Variation.label, Variation.style, Variation.proposed) == ("variation", None, False)
+    assert (GAR.label, GAR.proposed, GAR.reference) == ("GAR", True, False)
+    assert [name for name, cls in REGISTRY.items() if cls.reference] == ["baseline"]
+    with pytest.raises(ValueError, match="method named: gar is labelled 'GAR' too"):
+        register(Named)
+    assert "named" not in REGISTRY
+
+
+def test_every_method_of_the_package_has_a_look_of_its_own() -> None:
+    labels = [cls.label for cls in REGISTRY.values()]
+    assert labels == [
+        "Baseline", "CAGrad", "GAR", "STGC", "LoadPen", "SwitchAux", "STGC+Load", "TorchJD"
+    ]  # fmt: skip
+    styles = [cls.style for cls in REGISTRY.values() if cls.style is not None]
+    assert len({color for color, _ in styles}) == len({marker for _, marker in styles}) == len(styles) == 7
 
 
 def test_the_search_for_method_names_finds_them() -> None:

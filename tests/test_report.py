@@ -286,6 +286,24 @@ def test_coefficient_sweep_draws_zero_apart(tmp_path):
     assert line.get_ydata() == pytest.approx([61.5, 61.6, 62.5])
 
 
+def test_a_sweep_with_differing_seed_counts_is_drawn(tmp_path):
+    """Coefficients with two seeds, one, and one that lacks a mixture, so that it has no mean over both."""
+    cells = {1e-3: {"five": (1, 2), "six": (1, 2)}, 1e-2: {"five": (1,), "six": (1,)}, 1e-1: {"five": (1,)}}
+    for coefficient, mixtures in cells.items():
+        for mixture, seeds in mixtures.items():
+            for seed in seeds:
+                write_run(tmp_path, "gar", seed, mixture, fields={"coefficient": coefficient})
+    write_run(tmp_path, "baseline", 1)
+    results = load(tmp_path)
+    axes = figures.coefficient_sweep(results).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01", "0.1"]
+    line = axes.containers[0].lines[0]
+    assert line.get_ydata() == pytest.approx([60, 60, np.nan], nan_ok=True)
+    for common_seeds in (False, True):
+        page = write(results, tmp_path / "report", common_seeds)["report.html"].read_text(encoding="utf-8")
+        assert 'id="s1-sweep"' in page
+
+
 def test_figures_say_what_they_cannot_draw(tmp_path):
     write_run(tmp_path, "gar", 1)
     write_run(tmp_path, "gar", 2, tree={"experts": {"count": 4, "top_k": 2}})

@@ -14,7 +14,7 @@ from gar.errors import UserError
 from gar.metrics.catalogue import listed
 from gar.presets import paper
 from gar.report import Results, load
-from gar.runs.reading import FAILED
+from gar.runs.reading import FAILED, RUNNING
 from support.made_up_runs import TASKS, write_run, write_sweep
 
 ACCURACIES = {  # (mixture, method, seed): macro accuracy
@@ -174,6 +174,36 @@ def test_clip_may_differ_between_mixtures_but_not_inside_one(tmp_path):
     assert len(load(tmp_path).settings) == 2
 
 
+@pytest.mark.parametrize("state", [FAILED, RUNNING])
+def test_only_finished_runs_define_settings_and_variants(tmp_path, state):
+    write_run(tmp_path, "gar", 1, "five", tree={"optimizer": {"clip": 0.8}})
+    write_run(tmp_path, "gar", 1, "six", tree={"optimizer": {"clip": 1.1}})
+    before = load(tmp_path)
+    others = [
+        write_run(tmp_path, "gar", 2, "six", tree={"optimizer": {"clip": 0.5}}, state=state),
+        write_run(tmp_path, "gar", 3, "six", tree={"optimizer": {"clip": 1.1, "updates": 9}}, state=state),
+        write_run(tmp_path, "gar", 4, "six", fields={"coefficient": 0.5}, state=state),
+    ]
+    results = load(tmp_path)
+    assert results.settings == before.settings
+    (setting,) = results.settings
+    assert results.variants(setting) == ["GAR"]
+    labels = {run.path: results.label(run) for run in results.problems}
+    assert labels[others[0]] == (setting, "six", "GAR")
+    assert labels[others[1]].setting.endswith(", optimizer.updates=9")
+    assert labels[others[2]] == (setting, "six", "GAR (coefficient=0.5)")
+
+
+def test_unfinished_runs_alone_are_named_among_themselves(tmp_path):
+    for number, updates in enumerate((10, 20)):
+        write_run(tmp_path, "gar", number, tree={"optimizer": {"updates": updates}}, state=FAILED)
+    results = load(tmp_path)
+    assert [results.label(run).setting.rsplit(", ", 1)[1] for run in results.runs] == [
+        "optimizer.updates=10",
+        "optimizer.updates=20",
+    ]
+
+
 def test_runs_on_splits_of_different_sizes_are_not_pooled(tmp_path):
     for seed, rows in ((1, 100), (2, 100), (3, 50)):
         path = write_run(tmp_path, "gar", seed) / "result.json"
@@ -283,6 +313,9 @@ def test_mistakes_are_one_line(tmp_path):
     write_run(tmp_path, "baseline", 1)
     with pytest.raises(UserError, match=r"unknown metric 'acuracy'.*did you mean 'accuracy'"):
         load(tmp_path).paired("acuracy")
+    with pytest.raises(UserError, match=r"unknown metric 'accuracy.rtee'.*did you mean 'accuracy.rte'"):
+        load(tmp_path).paired("accuracy.rtee")
+    assert load(tmp_path).paired("accuracy.rte")["seeds"].tolist() == [1]
 
 
 def test_no_finished_run(tmp_path):
