@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import gar
 from gar.cli.app import run as gar_command
 from gar.errors import UserError
+from gar.methods import REGISTRY
 from gar.metrics import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.catalogue import listed
-from gar.methods import REGISTRY
 from gar.presets import paper
 from gar.report import figures, write
 from gar.report.results import load
@@ -43,7 +43,9 @@ def top_share(measured):
     return float(measured.load.max())
 
 
-register(Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="1: one has {high:.0f}"))
+register(
+    Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="1: one has {high:.0f}")
+)
 
 
 @register_method
@@ -129,7 +131,7 @@ def test_names_of_the_package_are_refused(name: str) -> None:
     before = dict(METRICS)
     with pytest.raises(ValueError, match="expected one of its own"):
         register(Metric(name, "mine", lambda m: 0.0))
-    assert METRICS == before
+    assert before == METRICS
 
 
 def test_a_computed_metric_has_its_place() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         presets,
         report,
         runs,
+        sweeps,
         training,
     )
     from gar.config import Config
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
     "config", "data", "errors", "evaluation", "features", "methods", "metrics", "model", "nn", "observation",
-    "presets", "report", "runs", "training",
+    "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
     "Config": "config.Config",
@@ -111,6 +112,7 @@ __all__ = [
     "results",
     "runs",
     "straight_through",
+    "sweeps",
     "train",
     "training",
 ]
