@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import gar
 from gar.cli.app import run as gar_command
 from gar.errors import UserError
+from gar.methods import REGISTRY
 from gar.metrics import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.catalogue import listed
-from gar.methods import REGISTRY
 from gar.presets import paper
 from gar.report import figures, write
 from gar.report.results import load
@@ -43,7 +43,7 @@ def top_share(measured):
     return float(measured.load.max())
 
 
-register(Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="1: one has {high:.0f}"))
+register(Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="up to {high:.0f}"))
 
 
 @register_method
@@ -59,9 +59,10 @@ def restored() -> Iterator[None]:
     """What a test registers is gone after it."""
     metrics, methods = dict(METRICS), dict(REGISTRY)
     yield
-    for registry, before in ((METRICS, metrics), (REGISTRY, methods)):
-        registry.clear()
-        registry.update(before)
+    METRICS.clear()
+    METRICS.update(metrics)
+    REGISTRY.clear()
+    REGISTRY.update(methods)
 
 
 def measured(seed: int, tasks: int, experts: int, examples: int = 5) -> Measured:
@@ -129,7 +130,7 @@ def test_names_of_the_package_are_refused(name: str) -> None:
     before = dict(METRICS)
     with pytest.raises(ValueError, match="expected one of its own"):
         register(Metric(name, "mine", lambda m: 0.0))
-    assert METRICS == before
+    assert before == METRICS
 
 
 def test_a_computed_metric_has_its_place() -> None:
@@ -166,9 +167,7 @@ def test_a_metric_and_a_method_of_ones_own_everywhere(
 
     capsys.readouterr()
     assert gar_command(["diagnose", str(path.parent), "--device", "cpu"]) == 0
-    assert f"largest load {routing['top_share']:.4f} 1: one has 1" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert f"largest load {routing['top_share']:.4f} up to 1" in " ".join(capsys.readouterr().out.split())
 
     # A run from before the metric: no value, a dash, and it is in no trajectory of its own.
     older = tmp_path / "runs" / "mine-older"
@@ -182,7 +181,7 @@ def test_a_metric_and_a_method_of_ones_own_everywhere(
     results = load(tmp_path / "runs")
     files = write(results, tmp_path / "report")
     tables = read(files["report.html"].read_text(encoding="utf-8")).tables
-    shown = {}
+    shown: dict[tuple[int, str], str] = {}
     for number in (1, 2):
         heading, *rows = tables[f"s{number}-further"]
         shown |= {(number, row[1]): row[heading.index("largest load ↓")] for row in rows}
