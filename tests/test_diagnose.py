@@ -24,6 +24,7 @@ from gar.evaluation.measure import evaluate
 from gar.model.multitask import MultiTaskModel
 from gar.report import _tables as tables
 from gar.report import figures
+from gar.runs.result import check_files
 from support.tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
 
 UNCACHED = CacheConfig(enabled=False)
@@ -310,9 +311,12 @@ def test_report_shows_what_the_experts_see(
     trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = trained / "run"
+    guarded = json.loads((out / "checksums.json").read_text())["files"].keys()
     assert command(capsys, "diagnose", out, "--device", "cpu", "--minimum-count", 3, "--out", out)[0] == 0
     diagnosis = json.loads((out / "diagnostics.json").read_text())
     results = gar.results(out)
+    check_files(out)  # the run vouches for the new diagnosis, and for all that it did before
+    assert json.loads((out / "checksums.json").read_text())["files"].keys() == guarded
     files = report.write(results, tmp_path)
     page = files["report.html"].read_text(encoding="utf-8")
     assert "what each expert sees most" in page
@@ -320,6 +324,7 @@ def test_report_shows_what_the_experts_see(
     assert f"{entry['token']} ×{entry['lift']:.1f}" in page
     assert "what each expert sees most" in files["report.md"].read_text(encoding="utf-8")
 
+    (out / "checksums.json").unlink()  # a run of before, whose files nothing vouches for
     diagnosis["seen"][0] = [{"token": "<script>alert(1)</script>", "lift": 2.0}]
     (out / "diagnostics.json").write_text(json.dumps(diagnosis))
     page = report.write(gar.results(out), tmp_path)["report.html"].read_text(encoding="utf-8")

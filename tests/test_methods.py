@@ -1102,7 +1102,7 @@ def test_label_style_and_part_in_comparisons_are_a_methods_own() -> None:
     assert (Variation.label, Variation.style, Variation.proposed) == ("variation", None, False)
     assert (GAR.label, GAR.proposed, GAR.reference) == ("GAR", True, False)
     assert [name for name, cls in REGISTRY.items() if cls.reference] == ["baseline"]
-    with pytest.raises(ValueError, match="method named: gar is labelled 'GAR' too"):
+    with pytest.raises(ValueError, match="has the label 'GAR', which gar has already"):
         register(Named)
     assert "named" not in REGISTRY
 

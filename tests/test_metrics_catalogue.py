@@ -43,9 +43,7 @@ def top_share(measured):
     return float(measured.load.max())
 
 
-register(
-    Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="1: one has {high:.0f}")
-)
+register(Metric("top_share", "largest load", top_share, better=-1, bounds=(0, 1), meaning="up to {high:.0f}"))
 
 
 @register_method
@@ -61,9 +59,10 @@ def restored() -> Iterator[None]:
     """What a test registers is gone after it."""
     metrics, methods = dict(METRICS), dict(REGISTRY)
     yield
-    for registry, before in ((METRICS, metrics), (REGISTRY, methods)):
-        registry.clear()
-        registry.update(before)
+    METRICS.clear()
+    METRICS.update(metrics)
+    REGISTRY.clear()
+    REGISTRY.update(methods)
 
 
 def measured(seed: int, tasks: int, experts: int, examples: int = 5) -> Measured:
@@ -168,9 +167,7 @@ def test_a_metric_and_a_method_of_ones_own_everywhere(
 
     capsys.readouterr()
     assert gar_command(["diagnose", str(path.parent), "--device", "cpu"]) == 0
-    assert f"largest load {routing['top_share']:.4f} 1: one has 1" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert f"largest load {routing['top_share']:.4f} up to 1" in " ".join(capsys.readouterr().out.split())
 
     # A run from before the metric: no value, a dash, and it is in no trajectory of its own.
     older = tmp_path / "runs" / "mine-older"
@@ -184,7 +181,7 @@ def test_a_metric_and_a_method_of_ones_own_everywhere(
     results = load(tmp_path / "runs")
     files = write(results, tmp_path / "report")
     tables = read(files["report.html"].read_text(encoding="utf-8")).tables
-    shown = {}
+    shown: dict[tuple[int, str], str] = {}
     for number in (1, 2):
         heading, *rows = tables[f"s{number}-further"]
         shown |= {(number, row[1]): row[heading.index("largest load ↓")] for row in rows}

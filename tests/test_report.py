@@ -7,6 +7,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,8 +288,12 @@ def test_coefficient_sweep_draws_zero_apart(tmp_path):
 
 
 def test_a_sweep_with_differing_seed_counts_is_drawn(tmp_path):
-    """Coefficients with two seeds, one, and one that lacks a mixture, so that it has no mean over both."""
-    cells = {1e-3: {"five": (1, 2), "six": (1, 2)}, 1e-2: {"five": (1,), "six": (1,)}, 1e-1: {"five": (1,)}}
+    """Two seeds, one seed, and a coefficient that lacks a mixture, so that it has no mean over both."""
+    cells: dict[float, dict[str, tuple[int, ...]]] = {
+        1e-3: {"five": (1, 2), "six": (1, 2)},
+        1e-2: {"five": (1,), "six": (1,)},
+        1e-1: {"five": (1,)},
+    }
     for coefficient, mixtures in cells.items():
         for mixture, seeds in mixtures.items():
             for seed in seeds:
@@ -297,7 +302,7 @@ def test_a_sweep_with_differing_seed_counts_is_drawn(tmp_path):
     results = load(tmp_path)
     axes = figures.coefficient_sweep(results).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.01", "0.1"]
-    line = axes.containers[0].lines[0]
+    line: Any = axes.containers[0][0]
     assert line.get_ydata() == pytest.approx([60, 60, np.nan], nan_ok=True)
     for common_seeds in (False, True):
         page = write(results, tmp_path / "report", common_seeds)["report.html"].read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gar.errors import UserError
 from gar.metrics._arrays import Floats
 from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
 from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
@@ -73,7 +74,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.compute is not None and self.where:
-            raise ValueError(f"metric {self.name}: what is computed is written under routing; drop where")
+            raise UserError(f"metric {self.name}: what is computed is written under routing; drop where")
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -170,12 +171,12 @@ _OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms"})
 def register(metric: Metric) -> Metric:
     """Measure and show a metric of one's own from now on, also in figures and trajectories.
 
-    A value that is not finite is left out of the result. Raises ``ValueError`` for a name that the package's
-    own results use, or one that is no plain name.
+    A value that is not finite is left out of the result. A name that the package's own results use is
+    refused, and one that is no plain name.
     """
     if metric.name in _OWN or not metric.name.isidentifier():
-        raise ValueError(
-            f"{metric.name!r} is a key of every result or no plain name; expected one of its own"
+        raise UserError(
+            f"metric {metric.name!r} is a key of every result or no plain name; expected one of its own"
         )
     METRICS[metric.name] = metric
     return metric

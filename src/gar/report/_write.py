@@ -18,8 +18,9 @@ from gar.report._style import svg
 from gar.report._table import Table
 from gar.report._text import escape_markdown, latex, markdown
 from gar.report.results import Results
-from gar.runs.files import write_json, write_text
+from gar.runs.files import write_text
 from gar.runs.names import DIAGNOSTICS
+from gar.runs.result import replace_json
 
 HEATMAP = "heatmap"
 
@@ -54,7 +55,7 @@ def write_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> dict[str, 
     figure = figures.load_heatmap(diagnosis)
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / DIAGNOSTICS, dict(diagnosis))
+        replace_json(out / DIAGNOSTICS, dict(diagnosis))
         write_text(out / f"{HEATMAP}.svg", svg(figure, HEATMAP, "load by task and expert") + "\n")
         figure.savefig(out / f"{HEATMAP}.png", dpi=200, facecolor="white")
     return {name: out / name for name in (DIAGNOSTICS, f"{HEATMAP}.svg", f"{HEATMAP}.png")}

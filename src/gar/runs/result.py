@@ -112,6 +112,21 @@ def read_result(directory: Path) -> RunResult:
         raise DamagedFile(f"{RESULT}: {explain(error, RunResult)}") from None
 
 
+def replace_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file that a finished run may vouch for, as a new diagnosis; it vouches for the new one then.
+
+    Until it is there, the run vouches for none, so that an interruption damages nothing.
+    """
+    index = path.parent / CHECKSUMS
+    files: Any = (read_json(index) or {}).get("files")
+    guarded = isinstance(files, dict) and path.name in files
+    if guarded:
+        write_json(index, {"files": {name: files[name] for name in files if name != path.name}})
+    write_json(path, value)
+    if guarded:
+        write_json(index, {"files": {**files, path.name: checksum(path)}})
+
+
 def check_files(directory: Path, *names: str) -> None:
     """Refuse files of a finished run that changed after its end, all of them or the named ones.
 
