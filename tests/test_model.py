@@ -582,6 +582,12 @@ def test_weights_are_taken_over_from_a_saved_model_alone(
     assert same_logits(model, MultiTaskModel.from_pretrained(saved))
     with pytest.raises(UserError, match="holds no saved model"):
         model.load_weights(directories["bert"])
+    damaged = Path(shutil.copytree(saved, tmp_path / "damaged"))
+    content = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        model.load_weights(damaged)
+    assert same_logits(model, MultiTaskModel.from_pretrained(saved))
 
 
 def test_saved_models_bring_their_own_tasks(directories: Directories, tmp_path: Path) -> None:

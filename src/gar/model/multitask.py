@@ -22,7 +22,7 @@ from gar.errors import UserError, one_of
 from gar.model import _saved
 from gar.model._architecture import architecture, position_limit
 from gar.model._saved import CONFIG_FILE as CONFIG_FILE
-from gar.model._saved import WEIGHTS_FILE as WEIGHTS_FILE
+from gar.model._saved import WEIGHTS_FILE
 from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
 from gar.model.sites import SITES, Output, SiteState
 from gar.nn import RoutedExperts, RoutedHead

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, explain
 from gar.data import Mixture, check_mixture, load_mixture
@@ -18,10 +17,9 @@ from gar.data.task import Task
 from gar.errors import UserError, nearest
 from gar.methods import GAR, Method
 from gar.model import MultiTaskModel
-from gar.model.multitask import WEIGHTS_FILE
 from gar.runs.directory import RunDirectory, check_directory, finished, hold
 from gar.runs.environment import computing_threads, resolve_device
-from gar.runs.files import sync
+from gar.runs.files import write_text
 from gar.runs.history import History
 from gar.runs.names import MODEL, SCHEMA
 from gar.runs.result import RunResult
@@ -69,9 +67,8 @@ def train(
             return _fit(model, mixture, config, None, hooks).to_dict()
         path = Path(out)
         if resume and (result := finished(path, config)) is not None:
-            weights = path / MODEL / WEIGHTS_FILE
-            if weights.is_file():
-                model.load_owned_state(load_file(weights), str(weights))
+            if (path / MODEL).is_dir():  # a sweep may have dropped it
+                model.load_weights(path / MODEL)
             return result.to_dict()
         data = {task.name: task.fingerprint() for task in mixture.tasks}
         with hold(path, config, resume, note="" if described else IN_MEMORY, data=data) as directory:
@@ -140,9 +137,7 @@ def _fit(
 def _save_model(directory: Path, model: MultiTaskModel, card: str) -> None:
     try:
         model.save_pretrained(directory)
-        (directory / "README.md").write_text(card, encoding="utf-8")
-        for path in directory.rglob("*"):
-            sync(path)
+        write_text(directory / "README.md", card)
     except UserError:
         raise
     except Exception as error:  # the libraries in Rust wrap the system's errors, some in bare exceptions
@@ -172,7 +167,7 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
     optimizer = {key: value for key, value in options.items() if key in OptimizerConfig.model_fields}
     rest = {key: value for key, value in options.items() if key not in optimizer}
     for key in rest:
-        if key in ("backbone", "experts", "mixture", "precision"):
+        if key in (*model.description, "mixture"):
             raise UserError(f"train: option {key!r} belongs to the model or the mixture, which are given")
         if key not in Config.model_fields:
             known = [*OptimizerConfig.model_fields, *Config.model_fields]
@@ -180,11 +175,9 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
     try:
         return Config.model_validate(
             {
-                "backbone": model.config,
-                "experts": model.experts_config,
+                **model.description,
                 "method": method,
                 "mixture": _described(mixture),
-                "precision": model.precision,
                 **({"optimizer": optimizer} if optimizer else {}),
                 **rest,
             }
@@ -196,9 +189,7 @@ def _config_of(model: MultiTaskModel, mixture: Mixture, method: Method, options:
 def _check_described(config: Config, model: MultiTaskModel, mixture: Mixture) -> None:
     """A configuration given beside a model and a mixture must describe them."""
     facts = {
-        "backbone": (config.backbone, model.config),
-        "experts": (config.experts, model.experts_config),
-        "precision": (config.precision, model.precision),
+        **{key: (getattr(config, key), found) for key, found in model.description.items()},
         "mixture.batch_size": (config.mixture.batch_size, mixture.batch_size),
         "mixture.group_size": (config.mixture.group_size, mixture.group_size),
     }
