@@ -33,6 +33,7 @@ from gar.training import Hooks, Interrupted, checkpoint, train_from_config
 from gar.training.updater import make_optimizer
 from support import tiny_runs
 from support.tiny_runs import make_config, same_bits, small_file_system, weights
+from support.waiting import until
 
 FORK = multiprocessing.get_context("fork")
 FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE)
@@ -75,34 +76,55 @@ def in_child(work: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------- kill -9
 
 
+class Calls:
+    """Counts the calls of functions of this process, and kills it at one of them."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.count, self.last = 0, last
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        self.count += 1
+        if self.count == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
 def test_twenty_kills_do_not_change_a_bit(world: Path, tmp_path: Path) -> None:
     """Wherever they strike: loading, training, writing a checkpoint, evaluating, saving the model."""
     config = make_config(
         world, method__name="gar", optimizer__updates=66, checkpoint__every=3, evaluation__every=20
     )
-    began = time.monotonic()
-    train_from_config(config, tmp_path / "whole")
-    pace = time.monotonic() - began
+    with Calls() as whole:
+        train_from_config(config, tmp_path / "whole")
     out, numbers, kills = tmp_path / "run", random.Random(0), 0
     places: set[int] = set()
 
-    def resumed(most: int) -> None:
-        """Goes on for at most so many updates, then waits to be killed."""
+    def resumed(most: int, last: int) -> None:
+        """Goes on until the call ``last``, or for at most so many updates."""
         left = iter(range(most))
-        hooks = Hooks(update=lambda *n: time.sleep(0.005 if next(left, None) is not None else 60))
-        train_from_config(config, out, resume=True, hooks=hooks)
+
+        def update(*_: Any) -> None:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with Calls(last):
+            train_from_config(config, out, resume=True, hooks=Hooks(update=update))
 
     while not (out / "result.json").is_file():
-        # Twenty kills within the training, a few up to the end of the run, then it may finish.
-        most = 5 if kills < 20 else 100
-        child = in_child(partial(resumed, most))
-        child.join(pace * numbers.uniform(0.1, 0.8 if kills < 20 else 1.2) if kills < 25 else 120)
-        if child.exitcode is None:
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
-            kills += 1
+        # Twenty kills within the training (66 updates, three at most a time), a few up to the end of the run,
+        # then it may finish.
+        most = 3 if kills < 20 else 100
+        last = int(whole.count * numbers.uniform(0.02, 0.9)) if kills < 25 else 0
+        child = in_child(partial(resumed, most, last))
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL)
+        kills += child.exitcode != 0
         places.add(len(read_lines(out / "history.jsonl")))
     assert kills >= 20
     assert len(places) > 4
@@ -394,11 +416,8 @@ def file(world: Path) -> Path:
 
 
 def wait_for(path: Path, run: Gar) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert run.process.is_alive(), run.wait()
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: path.exists() or not run.process.is_alive())
+    assert path.exists(), run.wait()
 
 
 def test_the_console_command(file: Path, tmp_path: Path) -> None:
@@ -442,7 +461,7 @@ def test_sigterm_is_an_interruption_too(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = Gar("train", str(file), "optimizer.updates=100000", "checkpoint.every=0", "--out", str(out))
     wait_for(out / "history.jsonl", run)
-    time.sleep(0.3)
+    until(lambda: (out / "history.jsonl").read_bytes())
     run.send(signal.SIGTERM)
     code, _, errors = run.wait()
     assert code == 130
@@ -452,12 +471,24 @@ def test_sigterm_is_an_interruption_too(file: Path, tmp_path: Path) -> None:
 
 def test_a_second_signal_does_not_wait(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update hangs; the first signal waits for its end, the second does not."""
-    monkeypatch.setattr("gar.training.updater.Updater.run", lambda *args: time.sleep(60))
+
+    def hang(*args: Any) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+
+        def noted(*what: Any) -> None:
+            (tmp_path / "asked").touch()
+            assert callable(handler)
+            handler(*what)
+
+        signal.signal(signal.SIGINT, noted)
+        (tmp_path / "hangs").touch()
+        time.sleep(600)
+
+    monkeypatch.setattr("gar.training.updater.Updater.run", hang)
     run = Gar("train", str(file), "--out", str(tmp_path / "run"))
-    wait_for(tmp_path / "run" / "history.jsonl", run)
-    time.sleep(0.2)
+    wait_for(tmp_path / "hangs", run)
     run.send(signal.SIGINT)
-    time.sleep(0.2)
+    wait_for(tmp_path / "asked", run)
     assert run.process.is_alive()
     run.send(signal.SIGINT)
     code, _, errors = run.wait()
