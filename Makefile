@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-all test-numerics lint bench clean
+.PHONY: install quickstart test test-slow test-numerics lint bench clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -17,9 +17,9 @@ quickstart: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# With the slow tests.
-test-all: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m ''
+# What takes over half a minute by itself.
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # What compares floating-point results once more: two threads, and the oldest instruction set of every library.
 OLDEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem
