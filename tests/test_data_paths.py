@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gar.cli.app import run
 from gar.config import MixtureConfig, TaskConfig
 from gar.data import _bigbench, identity, load_task, read_texts
 from gar.errors import UserError, path_kind, real_path, user_path
@@ -51,8 +52,8 @@ def refusal(call: Callable[[], object]) -> str:
         ("a\0.csv", "a NUL character"),
         ("\ud800.csv", "a lone surrogate"),
         ("~no-such-user/x.csv", "no user of that name"),
-        ("fifo.csv", "is a named pipe, expected a file"),
-        ("null.csv", "is a device, expected a file"),
+        ("fifo.csv", "is a named pipe"),
+        ("null.csv", "is a device"),
     ],
 )
 def test_paths_that_cannot_be_read(place: Path, reader: str, path: str, reason: str) -> None:
@@ -128,11 +129,53 @@ def test_a_line_break_in_a_path_stays_in_one_line() -> None:
     assert r"a\nb.csv: no such file" in refusal(lambda: load_task(own("a\nb.csv")))
 
 
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "loop.yaml"],
+        ["train", LONG],
+        ["train", "own.yaml", "--out", LONG],
+        ["train", "own.yaml", "--out", "loop.yaml"],
+        ["train", "own.yaml", "data_dir=~no-such-user/x"],
+        ["train", "own.yaml", f"backbone.name={LONG}"],
+        ["data", "check", "loop.yaml"],
+        ["data", "check", LONG],
+        ["data", "check", "tilde.yaml"],
+        ["data", "check", "rte", "--data-dir", "loop.yaml"],
+        ["sweep", "loop.yaml"],
+        ["sweep", LONG],
+        ["sweep", "five", "--data-dir", "loop.yaml"],
+        ["search", LONG, "--out", "x"],
+        ["report", "loop.yaml"],
+        ["report", LONG],
+        ["predict", "loop.yaml", "a text"],
+        ["predict", LONG, "a text"],
+        ["evaluate", LONG],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_the_command_line_says_it_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (place / "loop.yaml").symlink_to("loop.yaml")
+    task = "{name: mood, train: %s, validation: dev.csv}"
+    (place / "train.csv").write_text("text,label\nx,a\ny,b\n")
+    (place / "own.yaml").write_text(f"mixture: {{tasks: [{task % 'train.csv'}]}}\n")
+    (place / "tilde.yaml").write_text(f"mixture: {{tasks: [{task % '~no-such-user/x.csv'}]}}\n")
+    assert run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
 def test_ordinary_paths(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(place))
     (place / "link.csv").symlink_to("dev.csv")
+    os.mkfifo(place / "fifo")
     assert user_path("~/dev.csv") == place / "dev.csv"
     assert real_path("link.csv") == place.resolve() / "dev.csv"
-    kinds = [path_kind(path) for path in ("dev.csv", "link.csv", ".", "absent", "dev.csv/x")]
-    assert kinds == ["file", "file", "directory", "missing", "missing"]
+    kinds = [path_kind(path) for path in ("dev.csv", "link.csv", ".", "absent", "dev.csv/x", "fifo")]
+    assert kinds == ["file", "file", "directory", "missing", "missing", "named pipe"]
     assert "one file" in refusal(lambda: load_task(own("link.csv")))

@@ -30,7 +30,7 @@ from pydantic import (
     model_validator,
 )
 
-from gar.errors import UserError, nearest
+from gar.errors import UserError, nearest, path_kind, real_path, user_path
 from gar.methods import GAR, Choices, Method, from_config
 from gar.plugins import anchored_plugin, load_plugins
 
@@ -341,7 +341,7 @@ def load_tree(path: str | Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of configuration keys, found {type(tree).__name__}")
-    return anchor_paths(tree, path.resolve().parent)
+    return anchor_paths(tree, real_path(path).parent)
 
 
 def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -417,7 +417,7 @@ def _members(annotation: Any) -> list[Any]:
 
 def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     def anchored(value: Any) -> Any:
-        return str(base / Path(value).expanduser()) if isinstance(value, str) else value
+        return str(base / user_path(value)) if isinstance(value, str) else value
 
     mixture = tree.get("mixture")
     if isinstance(mixture, dict) and isinstance(mixture.get("tasks"), list):
@@ -439,7 +439,7 @@ def anchor_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     if isinstance(backbone, dict) and isinstance(backbone.get("name"), str):
         name = backbone["name"]
         # A hub id is also a valid relative path, so only an existing directory is one.
-        if name.startswith((".", "~")) or (base / name).is_dir():
+        if name.startswith((".", "~")) or path_kind(base / name) == "directory":
             backbone["name"] = anchored(name)
     return tree
 

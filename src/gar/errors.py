@@ -13,7 +13,6 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 LONGEST_NAME = 100  # characters
 
@@ -130,8 +129,11 @@ def real_path(path: str | Path) -> Path:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
 
 
-def path_kind(path: str | Path) -> Literal["file", "directory", "missing"]:
-    """What a path leads to. Loops, names that are too long, forbidden places and devices are refused."""
+def path_kind(path: str | Path) -> str:
+    """``"file"``, ``"directory"``, ``"missing"``, or what else a path leads to (``"named pipe"``).
+
+    Loops of symbolic links, names that are too long and forbidden places are refused.
+    """
     with path_errors(path):
         try:
             mode = user_path(path).stat().st_mode
@@ -139,10 +141,9 @@ def path_kind(path: str | Path) -> Literal["file", "directory", "missing"]:
             return "missing"
     if stat.S_ISDIR(mode):
         return "directory"
-    if not stat.S_ISREG(mode):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise UserError(f"{path}: is {kind}, expected a file or a directory")
-    return "file"
+    if stat.S_ISREG(mode):
+        return "file"
+    return "named pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-from gar.errors import UserError
+from gar.errors import UserError, user_path
 
 GROUP = "gar.plugins"
 
@@ -42,7 +42,7 @@ def anchored_plugin(name: object, base: Path) -> object:
 def plugin_file(name: str, base: Path) -> Path | None:
     """The file behind a plugin's name below ``base``, or None where it is an installed module."""
     if name.endswith(".py"):
-        return base / Path(name).expanduser()
+        return base / user_path(name)
     beside = (base / f"{name}.py", base / name / "__init__.py")
     return next((path for path in beside if path.is_file()), None)
 
@@ -61,7 +61,7 @@ def plugin_sources(names: Iterable[str]) -> dict[str, str]:
 
 def preload(name: str, source: str) -> None:
     """Import a plugin from its text as if its file were here, so that :func:`load_plugins` finds it."""
-    module = ModuleType(_module_name(Path.cwd() / Path(name).expanduser()) if name.endswith(".py") else name)
+    module = ModuleType(_module_name(Path.cwd() / user_path(name)) if name.endswith(".py") else name)
     if module.__name__ not in sys.modules:
         sys.modules[module.__name__] = module
         exec(compile(source, name, "exec"), module.__dict__)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gar.config import Config, parse_overrides
-from gar.errors import one_of
+from gar.errors import one_of, real_path
 from gar.presets.catalogue import resolve_config
 
 
@@ -65,7 +65,7 @@ def option_overrides(
     chosen: dict[str, Any] = {
         "seed": seed,
         "device": device,
-        "data_dir": None if data_dir is None else str(data_dir.resolve()),
+        "data_dir": None if data_dir is None else str(real_path(data_dir)),
         "cache.enabled": False if no_cache else None,
     }
     return {key: value for key, value in chosen.items() if value is not None}

@@ -14,7 +14,7 @@ from rich.table import Table
 from gar.cli.options import DataDirOption, DeviceOption, option_overrides
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
-from gar.errors import UserError
+from gar.errors import UserError, path_kind
 from gar.presets.catalogue import resolve_config
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import LocalExecutor
@@ -112,7 +112,7 @@ def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) 
 
 
 def _is_suite(what: str) -> bool:
-    if Path(what).is_file():
+    if path_kind(what) == "file":
         return "settings" in load_tree(what)
     return what in shipped()
 

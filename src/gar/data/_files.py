@@ -52,8 +52,8 @@ def file_format(path: Path) -> str:
 
 
 def _missing(path: Path, kind: str) -> UserError:
-    if kind == "directory":
-        return UserError(f"{path}: is a directory, expected a file")
+    if kind != "missing":
+        return UserError(f"{path}: is a {kind}, expected a file")
     if path_kind(path.parent) != "directory":
         return UserError(f"{path}: no such file; the directory {path.parent} does not exist")
     try:

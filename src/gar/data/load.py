@@ -172,7 +172,7 @@ def _own_files(task: TaskConfig) -> tuple[Path, Path]:
 
 def _data_dir_file(data_dir: Path, task: str, split: str) -> Path:
     if (kind := path_kind(data_dir)) != "directory":
-        found = "is a file" if kind == "file" else "no such directory"
+        found = "no such directory" if kind == "missing" else f"is a {kind}"
         raise UserError(f"{data_dir}: {found}; expected <task>/{{train,validation}}.jsonl[.gz] in it")
     folder = data_dir / task
     if path_kind(folder) != "directory":

@@ -10,7 +10,7 @@ from typing import Any
 from gar import config as configuration
 from gar.config import Config
 from gar.data import Mixture, check_mixture, load_mixture, read_texts
-from gar.errors import UserError
+from gar.errors import UserError, path_kind
 from gar.model.multitask import CONFIG_FILE, MultiTaskModel, TaskInfo
 from gar.runs.environment import resolve_device
 from gar.runs.names import CONFIG, MODEL
@@ -86,10 +86,11 @@ def label(
 
 
 def _model_directory(path: Path) -> Path:
+    kind = path_kind(path)
     for directory in (path / MODEL, path):
         if (directory / CONFIG_FILE).is_file():
             return directory
-    if not path.exists():
+    if kind == "missing":
         raise UserError(f"{path}: no such directory; expected a run or a saved model")
     raise UserError(
         f"{path}: holds no saved model; expected a finished run or a directory with {CONFIG_FILE}"

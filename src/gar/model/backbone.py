@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import logging as transformers_logging
 
 from gar.config import BackboneConfig
-from gar.errors import UserError
+from gar.errors import UserError, path_kind, user_path
 
 PACKAGED = "minilm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -23,8 +23,8 @@ ALIGNMENT = 64  # bytes; torch's own buffers have it
 def resolve(name: str) -> str:
     """The directory or hub id behind a backbone name."""
     if name != PACKAGED:
-        path = Path(name).expanduser()
-        if path.is_dir():
+        path = user_path(name)
+        if path_kind(path) == "directory":
             if not (path / "config.json").is_file():
                 raise UserError(
                     f"backbone.name {name}: the directory has no config.json; expected a saved model"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
 from gar.data.tokenize import TokenizedSplit, pad, tokenize_split
-from gar.errors import UserError, one_of
+from gar.errors import UserError, one_of, user_path
 from gar.model import _saved
 from gar.model._architecture import architecture, position_limit
 from gar.model._saved import CONFIG_FILE as CONFIG_FILE
@@ -136,7 +136,7 @@ class MultiTaskModel(nn.Module):
         label names. New weights depend on ``seed`` alone.
         """
         if not isinstance(name, BackboneConfig):
-            directory = Path(name).expanduser()
+            directory = user_path(name)
             saved = _saved.read(directory)
             if saved is not None:
                 if tasks is not None or experts is not None:
@@ -194,7 +194,7 @@ class MultiTaskModel(nn.Module):
                 self.backbone.config.save_pretrained(working / _saved.BACKBONE_DIR)
             save_file(self._state(whole), working / WEIGHTS_FILE, metadata={"format": "pt"})
 
-        path = Path(self.config.name).expanduser()
+        path = user_path(self.config.name)
         name = str(path.resolve()) if self.config.name != PACKAGED and path.is_dir() else self.config.name
         facts = {
             "format": _saved.FORMAT,

@@ -28,7 +28,7 @@ from gar import config as configuration
 from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, registry
-from gar.errors import UserError, nearest
+from gar.errors import UserError, nearest, path_kind
 from gar.methods import Choices
 from gar.presets import paper
 
@@ -116,8 +116,8 @@ def resolve_config(what: str, overrides: Iterable[str] | Mapping[str, Any] = ())
 
     ``overrides`` are ``key.sub=value`` strings, or a mapping with dotted keys.
     """
-    path = Path(what)
-    if path.is_file() or path.suffix.lower() in {".yaml", ".yml"}:
+    path, kind = Path(what), path_kind(what)
+    if kind == "file" or path.suffix.lower() in {".yaml", ".yml"}:
         return configuration.load(path, overrides)
     if is_preset(what):
         return find(what).config().override(overrides)
@@ -125,7 +125,7 @@ def resolve_config(what: str, overrides: Iterable[str] | Mapping[str, Any] = ())
         return configuration.build({"mixture": {"name": mixture}}).override(overrides)
     if is_task(what):
         return configuration.build({"mixture": {"tasks": [find_task(what).name]}}).override(overrides)
-    if path.exists():
+    if kind != "missing":
         return configuration.load(path, overrides)  # says what is wrong with it
     known = [*registry().mixtures, *registry().tasks, *names()]
     raise UserError(f"{what!r} is no file, preset, registered mixture or task{_hint(what, known)}")

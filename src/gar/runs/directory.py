@@ -15,7 +15,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from gar.config import Config, flat, result_only
-from gar.errors import UserError
+from gar.errors import UserError, path_kind
 from gar.runs.environment import environment
 from gar.runs.files import read_json, sync, write_json, write_text
 from gar.runs.names import (
@@ -101,7 +101,7 @@ def hold(
 
 def check_directory(path: Path, resume: bool) -> None:
     """Refuse a running and a finished run, and an unfinished one unless resuming."""
-    if path.exists() and not path.is_dir():
+    if path_kind(path) not in ("directory", "missing"):
         raise UserError(f"{path}: exists and is no directory")
     if is_locked(path):
         raise _busy(path)

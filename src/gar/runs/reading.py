@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from gar.config import build
-from gar.errors import UserError
+from gar.errors import UserError, path_kind
 from gar.runs.files import read_json
 from gar.runs.history import read_lines
 from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, RESULT
@@ -71,8 +71,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """Run directories at or below the given paths, each once, sorted; hidden folders are passed over."""
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        if not path.is_dir():
-            what = "is a file" if path.exists() else "no such directory"
+        if (kind := path_kind(path)) != "directory":
+            what = "no such directory" if kind == "missing" else f"is a {kind}"
             raise UserError(f"{path}: {what}; expected run directories or a directory that holds some")
         for directory in _search(path):
             found.setdefault(directory.resolve(), directory)

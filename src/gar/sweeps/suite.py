@@ -30,7 +30,7 @@ from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_k
 from gar.data import identity
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, unknown_name
-from gar.errors import UserError, nearest, one_of
+from gar.errors import UserError, nearest, one_of, path_kind, real_path, user_path
 from gar.methods import REGISTRY
 from gar.presets import catalogue as presets
 
@@ -272,8 +272,8 @@ def shipped() -> list[str]:
 def load_suite(what: str | Path, overrides: Iterable[str] = ()) -> Suite:
     """A suite from a YAML file, or a packaged one by name; ``overrides`` are ``key.sub=value`` strings."""
     path = Path(what)
-    if path.is_file() or path.suffix.lower() in {".yaml", ".yml"}:
-        suite = build_suite(load_tree(path), path.stem, path.resolve().parent, str(path))
+    if path_kind(path) == "file" or path.suffix.lower() in {".yaml", ".yml"}:
+        suite = build_suite(load_tree(path), path.stem, real_path(path).parent, str(path))
     elif str(what) in shipped():
         text = resources.files("gar.sweeps").joinpath("suites", f"{what}.yaml").read_text(encoding="utf-8")
         suite = build_suite(yaml.safe_load(text), str(what), Path.cwd(), f"suite {what}")
@@ -326,8 +326,10 @@ def _base(setting: str | Tree, directory: Path) -> Tree | None:
         return configuration.build(_anchored(setting, directory), "settings").to_dict()
     if _below(setting.strip("/")):
         return None
-    path = directory / Path(setting).expanduser()
-    return presets.resolve_config(str(path) if path.exists() or path.suffix else setting).to_dict()
+    path = directory / user_path(setting)
+    return presets.resolve_config(
+        str(path) if path_kind(path) != "missing" or path.suffix else setting
+    ).to_dict()
 
 
 @functools.cache
