@@ -253,3 +253,10 @@ def test_the_same_content_has_the_same_fingerprint(tmp_path: Path) -> None:
     one, two = (load_mixture(MixtureConfig(tasks=(write_files(tmp_path / name),))) for name in ("a", "b"))
     assert one.fingerprint() == two.fingerprint()
     one.check()
+
+
+def test_an_unknown_task_metric_is_told_before_training() -> None:
+    split = Split(["a", "b"], np.array([0, 1]))
+    task = Task("mood", ("bad", "good"), split, split, extra=("mcc", "f2"))
+    with pytest.raises(UserError, match=r"extra: unknown name 'f2'; expected one of f1, mcc"):
+        task.check()

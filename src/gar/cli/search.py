@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
 from gar.errors import UserError, path_kind
 from gar.presets.catalogue import resolve_config
+from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import LocalExecutor
 from gar.sweeps.progress import View
@@ -93,7 +93,7 @@ def search(
 def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) -> Iterator[Comparison]:
     if not _is_suite(what):
         config = resolve_config(what, changes)
-        name = re.sub(r"[^A-Za-z0-9._+-]", "_", resolve(config.mixture)[0])[:80]
+        name = path_part(resolve(config.mixture)[0])
         setting = Path(what).stem if Path(what).suffix else config.backbone.name.rstrip("/").split("/")[-1]
         yield (
             setting,

@@ -13,7 +13,7 @@ from gar.cli.common import progress_hooks, result_table
 from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Overrides, SeedOption, configured
 from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
-from gar.runs.names import CONFIG
+from gar.runs.names import CONFIG, path_part
 from gar.training import train_from_config
 
 
@@ -43,7 +43,7 @@ def train(
     if out is None:
         if resume:
             raise UserError("--resume: which run? name its directory with --out")
-        stem = config.mixture.name or Path(what).stem
+        stem = path_part(config.mixture.name or Path(what).stem)
         out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     with progress_hooks(config.method.name) as hooks:
         if resume and not (out / CONFIG).is_file():

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gar.errors import UserError, name_problem, shown, unwritable
+from gar.errors import UserError, name_problem, one_of, shown, unwritable
+from gar.metrics import TASK_METRICS
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Task:
         if (problem := name_problem(self.name)) is not None:
             raise UserError(f"{where}: the name {problem}")
         check_labels(where, self.labels)
+        for metric in self.extra:
+            if metric not in TASK_METRICS:
+                raise one_of(f"{where}: extra", metric, TASK_METRICS)
         if len(self.text) not in (1, 2):
             raise UserError(f"{where}: text names {len(self.text)} fields; expected one, or two for a pair")
         for name, split in (("train", self.train), ("validation", self.validation)):

@@ -76,9 +76,10 @@ def evaluate(
     ``{task: [E]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
     the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
     """
-    check_mixture(model.tasks, mixture)
     options = options or EvaluationConfig()
-    source = source or make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
+    if source is None:
+        check_mixture(model.tasks, mixture)
+        source = make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
     with evaluating(model):
         forward = forward_pass(model, mixture, source, options.batch_tokens, watch)
         probe = gradient_probe(model, mixture, source, options.probe_examples)
@@ -185,9 +186,8 @@ def accuracies(tasks: Sequence[Task], forward: ForwardPass) -> dict[str, Any]:
         task.name: metrics.accuracy(predicted, task.validation.labels)
         for task, predicted in zip(tasks, forward.predictions, strict=True)
     }
-    functions = {"f1": metrics.f1, "mcc": metrics.matthews_correlation}
     extra = {
-        f"{task.name}_{name}": functions[name](predicted, task.validation.labels)
+        f"{task.name}_{name}": metrics.TASK_METRICS[name](predicted, task.validation.labels)
         for task, predicted in zip(tasks, forward.predictions, strict=True)
         for name in task.extra
     }

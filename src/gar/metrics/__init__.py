@@ -7,7 +7,7 @@ that make no sense (wrong shape, empty, negative, not finite) raise ``ValueError
 :data:`METRICS` lists those that every result holds; :func:`register` adds one of one's own.
 """
 
-from gar.metrics.accuracy import accuracy, f1, macro_accuracy, matthews_correlation
+from gar.metrics.accuracy import TASK_METRICS, accuracy, f1, macro_accuracy, matthews_correlation
 from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
 from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
@@ -23,6 +23,7 @@ from gar.metrics.statistics import (
 __all__ = [
     "METRICS",
     "OBJECTIVES",
+    "TASK_METRICS",
     "Measured",
     "Metric",
     "PairedDifference",

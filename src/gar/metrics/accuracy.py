@@ -7,7 +7,7 @@ appendix "Metric Definitions and Aggregation", with its zero conventions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,10 @@ def matthews_correlation(predictions: Values, labels: Values, positive: Any = 1)
     predicted, expected = (side == positive for side in _aligned(predictions, labels))
     constant = any(side.all() or not side.any() for side in (predicted, expected))
     return 0.0 if constant else float(matthews_corrcoef(expected, predicted))
+
+
+#: A task's own metrics beside accuracy, by the names that tasks give them.
+TASK_METRICS: Mapping[str, Callable[..., float]] = {"f1": f1, "mcc": matthews_correlation}
 
 
 def _aligned(predictions: Values, labels: Values) -> tuple[NDArray[Any], NDArray[Any]]:

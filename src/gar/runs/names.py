@@ -1,5 +1,7 @@
 """The names of the files in a run directory; nobody else spells them."""
 
+import re
+
 SCHEMA = 1
 CONFIG, ENVIRONMENT, HISTORY, RESULT, FAILURE = (
     "config.yaml",
@@ -10,3 +12,12 @@ CONFIG, ENVIRONMENT, HISTORY, RESULT, FAILURE = (
 )
 CHECKPOINTS, MODEL, LOCK, LOG = "checkpoints", "model", ".lock", "log.txt"
 DIAGNOSTICS, CHECKSUMS = "diagnostics.json", "checksums.json"
+
+
+def path_part(name: str) -> str:
+    """A name of a mixture or task as one part of a path.
+
+    >>> path_part("../my tasks")
+    '.._my_tasks'
+    """
+    return re.sub(r"[^A-Za-z0-9._+-]", "_", name)[:80]

@@ -33,6 +33,7 @@ from gar.data.registry import find_mixture, find_task, is_task, unknown_name
 from gar.errors import UserError, nearest, one_of, path_kind, real_path, user_path
 from gar.methods import REGISTRY
 from gar.presets import catalogue as presets
+from gar.runs.names import path_part
 
 Tree = dict[str, Any]
 
@@ -213,7 +214,7 @@ class Suite:
             below = len(self._prefix(setting)) + 1
             return list(dict.fromkeys(name[below:].split("/")[0] for name in self._presets(setting)))
         name, _ = resolve(MixtureConfig.model_validate(base["mixture"]))
-        return [re.sub(r"[^A-Za-z0-9._+-]", "_", name)[:80]]
+        return [path_part(name)]
 
     def methods(self, setting: str, mixture: str) -> list[str]:
         """The methods' names in a setting."""
