@@ -26,7 +26,7 @@ from gar.cli import sweep as cli
 from gar.cli.app import run as command_line
 from gar.config import build
 from gar.errors import UserError
-from gar.runs.directory import write_failure
+from gar.runs.directory import checkpoints, write_failure
 from gar.runs.files import read_json
 from gar.runs.names import CHECKPOINTS, CONFIG, FAILURE, RESULT
 from gar.runs.packing import pack, unpack
@@ -40,7 +40,17 @@ from gar.sweeps.store import hold
 from gar.sweeps.suite import Suite, build_suite, load_suite
 from gar.sweeps.sweep import Status, make_plan, read_status, run_sweep
 from gar.training import train_from_config
-from support.sweeps import StandIn, directories, fail, finish, quiet, tiny_base, tiny_suite, tiny_world
+from support.sweeps import (
+    StandIn,
+    directories,
+    fail,
+    finish,
+    own_method,
+    quiet,
+    tiny_base,
+    tiny_suite,
+    tiny_world,
+)
 from support.tiny_runs import small_file_system
 
 # ---------------------------------------------------------------------- the coordinator
@@ -442,27 +452,18 @@ def test_a_script_of_ones_own_is_not_run_again_by_workers(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------- real workers
 
 
-PLUGIN = """
-from typing import ClassVar
-from gar.methods import Baseline, register
-
-@register
-class Mine(Baseline):
-    name: ClassVar[str] = "mine"
-    label: ClassVar[str] = "Mine"
-"""
-
-
-def test_a_plugin_reaches_the_workers(tmp_path: Path) -> None:
-    (tmp_path / "my_methods.py").write_text(PLUGIN)
+def test_a_plugin_reaches_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_methods.py").write_text(own_method(monkeypatch, "swept"))
     (tmp_path / "s.yaml").write_text(
-        yaml.safe_dump({"settings": {"own": {**tiny_base(), "plugins": ["my_methods"]}}, "methods": ["mine"]})
+        yaml.safe_dump(
+            {"settings": {"own": {**tiny_base(), "plugins": ["my_methods"]}}, "methods": ["swept"]}
+        )
     )
     suite, out = load_suite(tmp_path / "s.yaml"), tmp_path / "out"
     with LocalExecutor(1, out / store.SWEEP) as executor:
         outcome = run_sweep(make_plan(suite, out), executor, view=quiet())
     assert outcome.finished == 1, read_status(out).failures
-    assert (read_json(out / "own/mood+nli/mine/seed-0" / RESULT) or {})["method"] == "mine"
+    assert (read_json(out / "own/mood+nli/swept/seed-0" / RESULT) or {})["method"] == "swept"
 
 
 def failing_suite(seeds: int) -> Suite:
@@ -502,8 +503,9 @@ class Sabotaged(LocalExecutor):
 
     def events(self, timeout: float) -> list[Event]:
         victim = "tiny/mood+nli/baseline-slow/seed-1"
-        if (process := self.process_of(victim)) and list((self.out / victim / CHECKPOINTS).glob("[0-9]*")):
-            os.kill(process, signal.SIGKILL)
+        for worker in self._workers:
+            if worker.job and worker.job.id == victim and checkpoints(self.out / victim / CHECKPOINTS):
+                worker.process.kill()
         return super().events(timeout)
 
 

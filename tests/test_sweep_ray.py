@@ -29,7 +29,7 @@ from gar.sweeps.suite import Suite, load_suite
 from gar.sweeps.sweep import make_plan, read_status, run_sweep
 from gar.training import train_from_config
 from support.fake_ray import FakeRay
-from support.sweeps import directories, quiet, tiny_base, tiny_suite
+from support.sweeps import directories, own_method, quiet, tiny_base, tiny_suite
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
@@ -142,24 +142,13 @@ def test_a_failure_keeps_its_update(ray: FakeRay, tmp_path: Path) -> None:
     assert (read_json(directory / FAILURE) or {})["update"] >= 1
 
 
-PLUGIN = """
-from typing import ClassVar
-from gar.methods import Baseline, register
-
-@register
-class {0}(Baseline):
-    name: ClassVar[str] = "{1}"
-    label: ClassVar[str] = "{0}"
-"""
-
-
 def test_plugins_travel_as_text_or_as_packages(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "beside.py").write_text(PLUGIN.format("Beside", "beside"))
+    (tmp_path / "beside.py").write_text(own_method(monkeypatch, "beside"))
     (tmp_path / "modules" / "gar_test_package").mkdir(parents=True)
     (tmp_path / "modules" / "gar_test_package" / "__init__.py").write_text("")
-    (tmp_path / "modules" / "gar_test_module.py").write_text(PLUGIN.format("Single", "single"))
+    (tmp_path / "modules" / "gar_test_module.py").write_text(own_method(monkeypatch, "single"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     names = ["beside", "gar_test_package", "gar_test_module"]
     tree = {"settings": {"own": {**tiny_base(), "plugins": names}}, "methods": ["beside"]}
@@ -169,7 +158,7 @@ def test_plugins_travel_as_text_or_as_packages(
     assert outcome.finished == 1, read_status(tmp_path / "out").failures
     sent = ray.submitted[0][2]
     assert set(sent) == {str(tmp_path / "beside.py"), "gar_test_module"}
-    assert "class Single" in sent["gar_test_module"]
+    assert "class Own" in sent["gar_test_module"]
     assert ray.options[-1]["runtime_env"]["py_modules"] == [str(tmp_path / "modules" / "gar_test_package")]
     assert set(ray.options[-1]["runtime_env"]["env_vars"]) >= {"OMP_NUM_THREADS"}
 
@@ -237,8 +226,10 @@ def test_a_failure_comes_back_with_its_reason(cluster: Any, tmp_path: Path) -> N
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")
-def test_stopping_brings_the_checkpoints_home(cluster: Any, tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text(PLUGIN.format("Beside", "beside"))
+def test_stopping_brings_the_checkpoints_home(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text(own_method(monkeypatch, "beside"))
     base = {**tiny_base(100_000), "plugins": ["beside"]}
     (tmp_path / "s.yaml").write_text(json.dumps({"settings": {"own": base}, "methods": ["beside"]}))
     suite, out = load_suite(tmp_path / "s.yaml"), tmp_path / "out"

@@ -64,7 +64,11 @@ def preload(name: str, source: str) -> None:
     module = ModuleType(_module_name(Path.cwd() / user_path(name)) if name.endswith(".py") else name)
     if module.__name__ not in sys.modules:
         sys.modules[module.__name__] = module
-        exec(compile(source, name, "exec"), module.__dict__)
+        try:
+            exec(compile(source, name, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[module.__name__]
+            raise
 
 
 def _load(name: str, where: str) -> ModuleType:

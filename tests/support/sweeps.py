@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from rich.console import Console
 
+from gar.methods import REGISTRY, Baseline
 from gar.runs.directory import write_failure
 from gar.runs.names import CONFIG
 from gar.runs.result import RunResult
@@ -40,6 +42,21 @@ def tiny_base(updates: int = 3) -> dict[str, Any]:
 
 def tiny_suite(updates: int = 3, **suite: Any) -> Suite:
     return build_suite({"settings": {"tiny": tiny_base(updates)}, **suite}, "tiny", Path.cwd())
+
+
+def own_method(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """The text of a plugin with a method of this name, which is unregistered after the test."""
+    monkeypatch.setitem(REGISTRY, name, Baseline)
+    del REGISTRY[name]
+    return f"""
+from typing import ClassVar
+from gar.methods import Baseline, register
+
+@register
+class Own(Baseline):
+    name: ClassVar[str] = "{name}"
+    label: ClassVar[str] = "{name}"
+"""
 
 
 def directories(plan_or_suite: Any, out: Path) -> Iterator[Path]:

@@ -46,11 +46,6 @@ class LocalExecutor(Closing):
     def free(self) -> int:
         return self.jobs - self.busy
 
-    def process_of(self, job_id: str) -> int | None:
-        """The process id behind a job."""
-        found = (w.process.pid for w in self._workers if w.job is not None and w.job.id == job_id)
-        return next(found, None)
-
     def submit(self, job: Job) -> None:
         threads = threads_of(job.config, self._share)
         idle = [worker for worker in self._workers if worker.job is None]
