@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -116,7 +117,20 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit codes: 0 done, 1 a failure, 2 the user's input, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.showwarning = _warn
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line in place of Python's two, which show our own source."""
+    _print(f"warning: {message}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
