@@ -67,19 +67,28 @@ def entry_of(root: Path) -> Path:
 @pytest.mark.parametrize("site", ["lora_ffn", "full_ffn", "lora_head"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_training_with_and_without_the_cache_agrees(world: Path, site: str, dtype: str) -> None:
+    """In float64, where another order of sums stays below 1e-9; float16 features are rounded all the same.
+
+    In float32 the two differ by rounding, which AdamW may amplify to its whole step where a gradient is zero.
+    """
     found = []
     for enabled in (True, False):
         config = make_config(
-            world, method__name="gar", experts__site=site, cache__enabled=enabled, cache__dtype=dtype
+            world,
+            backbone__dtype="float64",
+            method__name="gar",
+            experts__site=site,
+            cache__enabled=enabled,
+            cache__dtype=dtype,
         )
         model, mixture = tiny_runs.load(config)
         source, _ = make_sources(model, mixture, config.cache)
         assert isinstance(source, CachedSource if enabled else RawSource)
         sections = fit(model, mixture, config)
         found.append((weights(model), sections))
-    assert largest_difference(found[0][0], found[1][0]) < 1e-5
+    assert largest_difference(found[0][0], found[1][0]) < 1e-9
     assert found[0][1]["accuracy"] == found[1][1]["accuracy"]
-    assert found[0][1]["routing"]["load"] == pytest.approx(found[1][1]["routing"]["load"], abs=1e-5)
+    assert found[0][1]["routing"]["load"] == pytest.approx(found[1][1]["routing"]["load"], abs=1e-9)
 
 
 def test_half_precision_features_are_rounded(world: Path) -> None:
