@@ -1,8 +1,14 @@
 """Every test starts from the same random state, and draws the same examples every time."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
+
+# A shell starts background jobs with SIGINT ignored; tests of interruption expect it as in a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A failing example must not come and go between runs, nor a slow machine fail a test.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
