@@ -75,6 +75,7 @@ class Writer:
 
     def __init__(self, directory: Path, tokens: TokenizedSplit, dtype: np.dtype[Any]) -> None:
         self.directory, self.tokens, self.dtype = directory, tokens, dtype
+        self._rounding = torch.from_numpy(np.empty(0, dtype)).dtype
         self._arrays: dict[str, _Array] = {}
 
     def put(self, indices: NDArray[np.int64], x: Tensor | None, base: Tensor) -> None:
@@ -83,8 +84,8 @@ class Writer:
             if values is None:
                 continue
             array = self._array(name, values)
-            with np.errstate(over="ignore"):  # what does not fit is refused below
-                rounded = _as_numpy(values).astype(self.dtype)
+            # By torch, as without the cache: it rounds float64 to float16 by way of float32, numpy at once.
+            rounded = values.detach().to(self._rounding).cpu().numpy()
             for states, i in zip(rounded, indices, strict=True):
                 first, length = int(i), 1
                 if values.dim() == 3:
@@ -121,12 +122,6 @@ def does_not_fit(dtype: str) -> UserError:
     return UserError(
         f"the backbone's hidden states do not fit {dtype} (or are not finite); expected cache.dtype=float32"
     )
-
-
-def _as_numpy(values: Tensor) -> NDArray[Any]:
-    wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))  # numpy has no bfloat16
-    array: NDArray[Any] = wide.cpu().numpy()
-    return array
 
 
 def key_of(facts: Mapping[str, Any], tokens: TokenizedSplit) -> str:
