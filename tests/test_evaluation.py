@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -23,8 +22,8 @@ from gar.evaluation.measure import EvaluationFailure, _grams, evaluate
 from gar.model.multitask import MultiTaskModel
 from gar.runs.history import History, read_lines
 from gar.training.loop import fit
-from support import oracles
 from support.tiny_backbones import SITES, WORDS, Directories, make_model, scatter_weights
+from support.twins import Example, ModelTwin
 
 UNCACHED = CacheConfig(enabled=False)
 PLACES = [("lora_ffn", False), ("full_ffn", True), ("lora_head", True)]
@@ -70,93 +69,32 @@ def model_for(directory: str, mixture: Mixture, **options: Any) -> MultiTaskMode
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Measured:
-    """One example through the twin: its loss (with a graph), answer, gates and selections by unit."""
+def measured(twin: ModelTwin, task: Task, n: int) -> Example:
+    """One validation example, tokenized alone."""
+    split, tokenizer = task.validation, twin.model.tokenizer
+    encoded = tokenizer(split.texts[n], *([] if split.pairs is None else [split.pairs[n]]))
+    types = None if split.pairs is None else torch.tensor([encoded["token_type_ids"]])
+    return twin.example(
+        task.name, *twin.read(torch.tensor([encoded["input_ids"]]), types), int(split.labels[n])
+    )
 
-    loss: Tensor
-    answer: int
-    q: Tensor
-    selections: Tensor
 
-
-class Twin:
-    """Every example alone and unpadded, every expert by loops; expert parameters are one leaf an expert."""
-
-    def __init__(self, model: MultiTaskModel, mixture: Mixture) -> None:
-        self.model, self.mixture = model, mixture
-        bank = model.bank.experts
-        self.experts, self.top_k = bank.count, model.bank.router.top_k
-        self.leaves = {
-            slot: [row.detach().double().clone().requires_grad_() for row in getattr(bank, slot)]
-            for slot in bank.slots
-        }
-        self.state = {name: value.detach().double() for name, value in model.state_dict().items()}
-
-    def example(self, task: Task, n: int) -> Measured:
-        model, split = self.model, task.validation
-        pair = [] if split.pairs is None else [split.pairs[n]]
-        ids = torch.tensor([model.tokenizer(split.texts[n], *pair)["input_ids"]])
-        types = None
-        if pair:
-            types = torch.tensor([model.tokenizer(split.texts[n], *pair)["token_type_ids"]])
-        with torch.no_grad():
-            state = model.prefix(ids, torch.ones_like(ids, dtype=torch.bool), types)
-        base = state.base[0].double()
-        head = model.site.unit == "example"
-        x = base.unsqueeze(0) if head else state.x[0].double()
-        z = x @ model.bank.router.weight.detach().double().T + model.bank.router.bias.detach().double()
-        gates = oracles.straight_through_gate(z) if self.top_k == 1 else oracles.masked_softmax(z, self.top_k)
-        mixed = self._experts(x, gates)
-        if head:
-            logits = self.state["head.base.weight"] @ base + self.state["head.base.bias"] + mixed[0]
-        else:
-            hidden = self._hidden(base, mixed)
-            key = f"heads.task_{task.name}"
-            logits = self.state[f"{key}.weight"] @ hidden + self.state[f"{key}.bias"]
-        loss = torch.logsumexp(logits, 0) - logits[int(split.labels[n])]
-        chosen = oracles.selected(z, self.top_k).long().sum(0)
-        return Measured(loss, int(logits.argmax()), gates.detach().mean(0), chosen)
-
-    def _experts(self, x: Tensor, gates: Tensor) -> Tensor:
-        slots = {slot: torch.stack(rows) for slot, rows in self.leaves.items()}
-        if "A" in slots:
-            scale: Any = self.model.bank.experts.scale
-            return oracles.lora_forward(x, slots["A"], slots["B"], gates, scale)
-        hidden: Any = self.model.bank.experts.hidden_module
-        return oracles.ffn_forward(
-            x, slots["W1"], slots["b1"], slots["W2"], slots["b2"], gates, hidden.activation
-        )
-
-    def _hidden(self, base: Tensor, mixed: Tensor) -> Tensor:
-        """The pooled output of the site in BERT: its norm follows only where the experts replace the FFN."""
-        if self.model.experts_config.site == "lora_ffn":
-            return base + mixed.mean(0)
-        norm = self.model.site.tail
-        summed = base + mixed
-        centred = summed - summed.mean(-1, keepdim=True)
-        scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + norm.eps)
-        return (scaled * norm.weight.detach().double() + norm.bias.detach().double()).mean(0)
-
-    def probe(self, task: Task, examples: int) -> list[Tensor]:
-        """``g_te`` of one task by one autograd call per group and expert."""
-        size, mixture = len(task.validation), self.mixture
-        groups: list[list[int]] = []
-        taken = start = 0
-        while start < size and taken < examples:
-            batch = list(range(start, min(size, start + mixture.batch_size)))
-            groups += [batch[i : i + mixture.group_size] for i in range(0, len(batch), mixture.group_size)]
-            taken, start = taken + len(batch), start + len(batch)
-        rows = []
-        for e in range(self.experts):
-            own = [leaves[e] for leaves in self.leaves.values()]
-            total = torch.zeros(sum(leaf.numel() for leaf in own), dtype=torch.float64)
-            for group in groups:
-                loss = torch.stack([self.example(task, n).loss for n in group]).sum() / len(group)
-                grads = torch.autograd.grad(loss, own, materialize_grads=True, allow_unused=True)
-                total += torch.cat([g.flatten() for g in grads])
-            rows.append(total / len(groups))
-        return rows
+def probe(twin: ModelTwin, mixture: Mixture, task: Task, examples: int) -> Tensor:
+    """``g_te`` of one task, [E, d], by one autograd call a group."""
+    size = len(task.validation)
+    groups: list[list[int]] = []
+    taken = start = 0
+    while start < size and taken < examples:
+        batch = list(range(start, min(size, start + mixture.batch_size)))
+        groups += [batch[i : i + mixture.group_size] for i in range(0, len(batch), mixture.group_size)]
+        taken, start = taken + len(batch), start + len(batch)
+    slots = list(twin.slots().values())
+    rows = []
+    for group in groups:
+        loss = torch.stack([measured(twin, task, n).loss for n in group]).sum() / len(group)
+        grads = torch.autograd.grad(loss, slots, materialize_grads=True)
+        rows.append(torch.cat([grad.flatten(1) for grad in grads], dim=1))
+    return torch.stack(rows).mean(0)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -166,16 +104,18 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: int) -> dict[str, Any]:
     """Section 6 by loops over examples, experts and tasks."""
-    twin, tasks = Twin(model, mixture), mixture.tasks
-    E, T = twin.experts, len(tasks)
-    seen = {task.name: [twin.example(task, n) for n in range(len(task.validation))] for task in tasks}
+    twin, tasks = ModelTwin(model), mixture.tasks
+    E, T = twin.bank.experts.count, len(tasks)
+    seen = {task.name: [measured(twin, task, n) for n in range(len(task.validation))] for task in tasks}
     accuracy = {
-        t.name: sum(m.answer == int(y) for m, y in zip(seen[t.name], t.validation.labels, strict=True))
+        t.name: sum(
+            int(m.logits.argmax()) == int(y) for m, y in zip(seen[t.name], t.validation.labels, strict=True)
+        )
         / len(t.validation)
         for t in tasks
     }
-    counts = np.array([sum(m.selections.numpy() for m in seen[t.name]) for t in tasks])
-    gates = {name: np.array([m.q.numpy() for m in found]) for name, found in seen.items()}
+    counts = np.array([sum(m.chosen.numpy() for m in seen[t.name]) for t in tasks])
+    gates = {name: np.array([m.q.detach().numpy() for m in found]) for name, found in seen.items()}
     pooled = np.concatenate(list(gates.values()))
     if model.site.unit == "token":
         load, by_task = pooled.mean(0), {name: q.mean(0) for name, q in gates.items()}
@@ -183,7 +123,7 @@ def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: i
         load = counts.sum(0) / counts.sum()
         by_task = {t.name: row / row.sum() for t, row in zip(tasks, counts, strict=True)}
     entropy = np.mean([-sum(p * math.log(p) for p in q if p > 0) for q in pooled])
-    g = np.array([[row.numpy() for row in twin.probe(task, probe_examples)] for task in tasks])
+    g = np.array([probe(twin, mixture, task, probe_examples).numpy() for task in tasks])
     norms = np.array([[math.sqrt(g[t, e] @ g[t, e]) for e in range(E)] for t in range(T)])
     purity = [norms[:, e].max() / norms[:, e].sum() if norms[:, e].sum() > 1e-12 else 0.0 for e in range(E)]
     intra = [
@@ -277,7 +217,8 @@ def test_trainable_backbone_float32_and_the_task_metrics(directory: str) -> None
     twin = model_for(directory, mixture, site="full_ffn", trainable=True, dtype="float64")
     twin.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     assert_sections(found, expected_sections(twin.eval(), mixture, PROBE), 2e-4)
-    answers = [Twin(twin, mixture).example(mixture.tasks[0], n).answer for n in range(SIZES["first"])]
+    slow = ModelTwin(twin)
+    answers = [measured(slow, mixture.tasks[0], n).answer for n in range(SIZES["first"])]
     labels = mixture.tasks[0].validation.labels
     assert found["accuracy"]["extra"] == {
         "first_f1": gar.metrics.f1(answers, labels),

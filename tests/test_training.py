@@ -37,6 +37,7 @@ from gar.training.checkpoint import state_tensors
 from gar.training.updater import Outcome, dropout_mask, warmup_factor
 from support import oracles, tiny_runs
 from support.tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
+from support.twins import ModelTwin
 
 NAMES = ["mood", "nli"]
 Gradients = dict[str, Tensor]
@@ -79,30 +80,27 @@ def trained(config: Config, **options: Any) -> tuple[MultiTaskModel, dict[str, A
 # ---------------------------------------------------------------------- the twin
 
 
-class Twin:
+class TrainedTwin(ModelTwin):
     """The training of a frozen backbone with LoRA experts in the final FFN, written from the specification.
 
-    The frozen prefix is taken from the model, one unpadded example at a time; batches come from
-    ``Updates`` and dropout masks from ``dropout_mask``, both of which have tests of their own.
+    Batches come from ``Updates`` and dropout masks from ``dropout_mask``, which have tests of their own.
     """
 
     def __init__(self, model: MultiTaskModel, mixture: Mixture, config: Config) -> None:
-        self.config, self.model, self.mixture = config, model, mixture
-        self.parameters = {
-            name: p.detach().clone().requires_grad_()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        super().__init__(model)
+        self.config, self.mixture = config, mixture
+        self.parameters = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.tokens = tokenized(model, [task.train for task in mixture.tasks])
         self.schedule = schedule_of(mixture, config.seed)
-        self.states = [self._states(split) for split in self.tokens]
+        self.states = [
+            [self._state(split, example) for example in range(len(split))] for split in self.tokens
+        ]
 
-    def _states(self, split: TokenizedSplit) -> list[tuple[Tensor, Tensor]]:
-        """Site input [L, d] and pooled base [d] of every example."""
-        states = [self.model.prefix(*self.model.tokens([(split, np.array([i]))])) for i in range(len(split))]
-        return [(state.x[0], state.base[0]) for state in states if state.x is not None]
+    def _state(self, split: TokenizedSplit, example: int) -> tuple[Tensor, Tensor]:
+        ids, _, types = self.model.tokens([(split, np.array([example]))])
+        return self.read(ids, types)
 
     def update(self, number: int, total: int, warmup: str) -> None:
         groups = self.schedule.groups(number)
@@ -112,7 +110,7 @@ class Twin:
         loss = oracles.task_loss(losses, oracles.task_weights(listed))
         grads = self._gradients(loss)
         if self.config.method.name == "gar":
-            shapes = {"A": self._slots()["A"].shape[1:], "B": self._slots()["B"].shape[1:]}
+            shapes = {slot: tuple(shape) for slot, shape in self.bank.experts.template().items()}
             observed = oracles.template_gradients(lambda c: self._forward(groups, keep, c)[0], shapes)
             coefficient = self.config.method.to_config()["coefficient"]
             aligned = coefficient * oracles.alignment_loss(probabilities, observed)
@@ -140,40 +138,28 @@ class Twin:
         )
         return dict(zip(self.parameters, found, strict=True))
 
-    def _slots(self) -> dict[str, Tensor]:
-        return {slot: self.parameters[f"bank.experts.{slot}"] for slot in "AB"}
-
     def _keep(self, group: Group, number: int) -> Tensor:
         self.model.train()
         lengths = [split.lengths for split in self.tokens]
         keep = dropout_mask(self.model, lengths, [group], number, self.config.seed)
         assert keep is not None
-        return keep.double() / (1 - self.config.experts.dropout)
+        return keep
 
     def _forward(
         self, groups: Sequence[Group], keep: list[Tensor], change: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Group losses [M], and group probabilities [M, E] from detached routing inputs."""
-        p, e = self.parameters, self.config.experts
-        slots = {s: t if change is None else t + change[s] for s, t in self._slots().items()}
         losses: list[Tensor] = []
         rows: list[Tensor] = []
-        for group, mask in zip(groups, keep, strict=True):
-            name, labels = NAMES[group.task], self.mixture.tasks[group.task].train.labels
-            own: list[Tensor] = []
-            gates_of: list[Tensor] = []
-            for n, example in enumerate(group.examples):
+        for group, masks in zip(groups, keep, strict=True):
+            labels = self.mixture.tasks[group.task].train.labels
+            own = []
+            for mask, example in zip(masks, group.examples, strict=True):
                 x, base = self.states[group.task][example]
-                gates = oracles.masked_softmax(x @ p["bank.router.weight"].T + p["bank.router.bias"], e.top_k)
-                delta = oracles.lora_forward(
-                    x, slots["A"], slots["B"], gates, e.alpha / e.rank, mask[n, : len(x)]
-                )
-                pooled = base + delta.mean(0)
-                logits = p[f"heads.task_{name}.weight"] @ pooled + p[f"heads.task_{name}.bias"]
-                own.append(torch.logsumexp(logits, 0) - logits[int(labels[example])])
-                gates_of.append(gates.mean(0))
-            losses.append(torch.stack(own).mean())
-            rows.append(torch.stack(gates_of).mean(0))
+                label = int(labels[example])
+                own.append(self.example(NAMES[group.task], x, base, label, change, mask[: len(x)]))
+            losses.append(torch.stack([example.loss for example in own]).mean())
+            rows.append(torch.stack([example.q for example in own]).mean(0))
         return torch.stack(losses), torch.stack(rows)
 
 
@@ -183,7 +169,7 @@ def test_five_updates_equal_the_slow_twin(world: Path, method: str) -> None:
     chosen: dict[str, Any] = {"name": method} | ({"coefficient": 5.0} if method == "gar" else {})
     config = float64(world, method=chosen, optimizer__warmup=0.5, optimizer__clip=0.5)
     model, mixture = tiny_runs.load(config)
-    twin = Twin(model, mixture, config)
+    twin = TrainedTwin(model, mixture, config)
     started = weights(model)
     norms = []
     for number in range(5):
