@@ -406,7 +406,7 @@ def told_by_worker(executor: LocalExecutor, tmp_path: Path, **config: Any) -> di
 def test_threads_are_those_of_a_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_of({}, 3) == int(os.environ.get("OMP_NUM_THREADS", 3))
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
-    assert threads_of({"threads": 7}, 3) == 5
+    assert (threads_of({"threads": 7}, 3), threads_of({"threads": None}, 3)) == (7, 5)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert (threads_of({"threads": 7}, 3), threads_of({"threads": None}, 3)) == (7, 3)
     with Pretended(1, tmp_path / "logs") as executor:

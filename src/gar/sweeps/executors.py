@@ -100,9 +100,11 @@ def drive(executor: Executor, jobs: Iterator[Job], stopping: Callable[[], bool])
 
 
 def threads_of(config: Mapping[str, Any], share: int) -> int:
-    """CPU threads of a run: $OMP_NUM_THREADS, else the configuration's ``threads``, else its share."""
+    """CPU threads of a run, as it would take alone: the key ``threads``, else $OMP_NUM_THREADS; else its share."""
+    if config.get("threads"):
+        return int(config["threads"])
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(told) if told.isdigit() and int(told) else config.get("threads") or share
+    return int(told) if told.isdigit() and int(told) else share
 
 
 def available_cores() -> int:
