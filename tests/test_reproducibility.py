@@ -115,13 +115,12 @@ def test_the_order_of_the_data_is_the_same_on_every_machine() -> None:
     assert digest(repr(drawn).encode()) == "17629e88e9209bb6"
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="other builds of torch draw other bits")
-def test_dropout_is_the_same_on_every_x86_cpu(world: Path) -> None:
+def test_dropout_is_the_same_on_every_machine(world: Path) -> None:
     model, _ = load(make_config(world, experts__dropout=0.3))
     groups = Updates(["mood", "nli"], [21, 11], 8, 3, 0).groups(3)
     keep = dropout_mask(model.train(), [np.full(21, 9), np.full(11, 17)], groups, 3, 0)
     assert keep is not None
-    assert digest(keep.numpy().tobytes()) == "baa51948dea19090"
+    assert digest(keep.numpy().tobytes()) == "37ea686a15481226"
 
 
 # ---------------------------------------------------------------------- equal but for rounding

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
-
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from a run seed and the names of a purpose.
@@ -19,8 +17,3 @@ def derive_seed(*parts: int | str) -> int:
     """
     text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
-    """A torch generator on ``device`` seeded by :func:`derive_seed`."""
-    return torch.Generator(device=device).manual_seed(derive_seed(*parts))

@@ -17,14 +17,14 @@ from gar.routing import Routing
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """The groups of one pass: ``groups`` int64 [B] maps its rows to local groups 0..M-1.
+    """The groups of one pass: ``groups`` int64 [B] maps its rows to local groups 0..M-1, or is a Grouping.
 
     ``task_weights`` [M] is ``v_m = |m| / (T B_t)``, ``sample_weights`` [M] is ``|m| / sum_j |j|`` over the
     whole update, ``total`` the number of groups in the update. ``tasks`` int64 [M] is each group's task, a
     number in ``[0, task_count)`` in the order of the mixture's tasks.
     """
 
-    groups: Tensor
+    groups: Tensor | Grouping
     task_weights: Tensor
     sample_weights: Tensor
     total: int
@@ -33,7 +33,8 @@ class GroupWeights:
 
     @cached_property
     def grouping(self) -> Grouping:
-        return Grouping(self.groups, len(self.task_weights))
+        groups = self.groups
+        return groups if isinstance(groups, Grouping) else Grouping(groups, len(self.task_weights))
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Pass:
     def capture_one_pass(self) -> None:
         """Group gradients from the factors that the backward left behind."""
         for site in self.sites:
-            site.rows = site.observation.group_gradients(self.weights.groups, self.weights.task_weights)
+            site.rows = site.observation.group_gradients(self.weights.grouping, self.weights.task_weights)
 
     def release(self) -> None:
         """Drop the graph and the factors of group gradients; rows, routing inputs and loss values stay."""

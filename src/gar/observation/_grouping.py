@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,14 +35,43 @@ class Grouping:
         width = int(self.sizes.max()) if self.count else 0
         # The usual update, consecutive groups of one size, needs no gather at all.
         self._consecutive = self.rows == self.count * width and bool(
-            (listed == torch.arange(self.count).repeat_interleave(max(width, 1))[: self.rows]).all()
+            (listed.reshape(self.count, width) == torch.arange(self.count).unsqueeze(1)).all()
         )
         if not self._consecutive:
-            order = listed.argsort(stable=True)[int((listed < 0).sum()) :]
-            slots = torch.arange(width).expand(self.count, width) < self.sizes.unsqueeze(1)
-            index = torch.zeros(self.count, width, dtype=torch.long)
-            index[slots] = order
-            self._index, self._slots = index.to(groups.device), slots.to(groups.device)
+            self._place(listed.argsort(stable=True)[int((listed < 0).sum()) :], width, groups.device)
+
+    @classmethod
+    def consecutive(cls, sizes: Sequence[int], device: torch.device | None = None) -> Self:
+        """Groups of these sizes, one after the other: known as such, nothing is checked or searched.
+
+        >>> Grouping.consecutive([2, 1]).sum(torch.tensor([1, 2, 3]))
+        tensor([3, 3])
+        """
+        grouping = cls.__new__(cls)
+        grouping.count, grouping.rows, grouping.sizes = len(sizes), sum(sizes), torch.tensor(sizes)
+        width = max(sizes, default=0)
+        grouping._consecutive = grouping.rows == grouping.count * width
+        if not grouping._consecutive:
+            grouping._place(torch.arange(grouping.rows), width, device)
+        return grouping
+
+    @classmethod
+    def padded(cls, sizes: Tensor, width: int) -> Self:
+        """Groups that all take ``width`` rows, of which ``sizes`` [M] (on the device) count, the first ones.
+
+        The others have to bring zeros to every sum, as units that a routing mask leaves out do.
+        """
+        grouping = cls.__new__(cls)
+        grouping.count, grouping.rows, grouping.sizes = len(sizes), len(sizes) * width, sizes
+        grouping._consecutive = True
+        return grouping
+
+    def _place(self, order: Tensor, width: int, device: torch.device | None) -> None:
+        """Where the counted rows, listed group by group, come to stand in [M, width]."""
+        slots = torch.arange(width).expand(self.count, width) < self.sizes.unsqueeze(1)
+        index = torch.zeros(self.count, width, dtype=torch.long)
+        index[slots] = order
+        self._index, self._slots = index.to(device), slots.to(device)
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows [R, ...] as [M, n, ...], padded with zeros where a group is shorter than the longest."""

@@ -51,17 +51,18 @@ class SiteObservation:
             groups = groups.masked_fill(~routing.mask.to(groups.device), -1)
         return Grouping(groups.flatten(), count).mean(routing.gates.flatten(0, 1))
 
-    def group_gradients(self, groups: Tensor, group_weight: Tensor) -> Tensor:
+    def group_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
 
         The one backward must have been of ``sum_m group_weight[m] * l_m``; the weight is undone here (a
         weight of 0 gives a zero row). ``groups`` is int64 [N] for inputs [N, d]; for inputs [B, L, d] it is
-        [B], one number a row, or [B, L], one a token; -1 is not counted. Slots follow the bank's order.
+        [B], one number a row, or [B, L], one a token; -1 is not counted; or a :class:`Grouping` of the rows,
+        made once for several uses. Slots follow the bank's order.
         """
         with self._full_precision():
             return torch.cat(list(self._slot_gradients(groups, group_weight)), dim=1)
 
-    def group_gram(self, groups: Tensor, group_weight: Tensor) -> Tensor:
+    def group_gram(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`, one slot in memory at a time."""
         with self._full_precision():
             slots = self._slot_gradients(groups, group_weight)
@@ -98,25 +99,31 @@ class SiteObservation:
     def _full_precision(self) -> torch.autocast:
         return torch.autocast(self.bank.router.weight.device.type, enabled=False)
 
-    def _slot_gradients(self, groups: Tensor, group_weight: Tensor) -> Iterator[Tensor]:
+    def _slot_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Iterator[Tensor]:
         """[M, d_slot] of every template slot."""
         call = self._record.call()
         factors = self.bank.experts.factors(call)
         rows, tokens = call.gates.shape[:2]
-        if groups.dim() == 2:  # a group number per token
+        if isinstance(groups, Tensor) and groups.dim() == 2:  # a group number per token
             if tuple(groups.shape) != (rows, tokens):
                 raise ValueError(f"groups must be [{rows}] or [{rows}, {tokens}], got {tuple(groups.shape)}")
             groups = groups.flatten()
             factors = {slot: _per_token(f, rows * tokens) for slot, f in factors.items()}
-        elif len(groups) != rows:
+            rows *= tokens
+        if isinstance(groups, Tensor):
+            if len(groups) != rows:
+                raise ValueError(
+                    f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
+                )
+            groups = Grouping(groups, len(group_weight))
+        if (groups.rows, groups.count) != (rows, len(group_weight)):
             raise ValueError(
-                f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
+                f"groups are {groups.count} over {groups.rows} rows, expected {len(group_weight)} over {rows}"
             )
-        grouping = Grouping(groups, len(group_weight))
         weight = accurate(group_weight.detach().to(call.delta.device))
         undo = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
         for slot in self.bank.experts.slots:
-            grad = grouping.product(factors[slot]).flatten(1)
+            grad = groups.product(factors[slot]).flatten(1)
             yield grad * undo.to(grad.dtype)
 
 
@@ -146,11 +153,11 @@ class Observed:
             raise RuntimeError(f"{len(self.sites)} expert banks were observed; use the entries of .sites")
         return self.sites[0]
 
-    def group_gradients(self, groups: Tensor, group_weight: Tensor) -> Tensor:
+    def group_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """:meth:`SiteObservation.group_gradients` of the only site."""
         return self.site.group_gradients(groups, group_weight)
 
-    def group_gram(self, groups: Tensor, group_weight: Tensor) -> Tensor:
+    def group_gram(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """:meth:`SiteObservation.group_gram` of the only site."""
         return self.site.group_gram(groups, group_weight)
 

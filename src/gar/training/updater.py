@@ -21,8 +21,10 @@ from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Update
 from gar.model import MultiTaskModel, example_losses
-from gar.seeds import derive_seed, generator
+from gar.observation import Grouping
+from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
+from gar.training.dropout import keep_mask, row_words
 from gar.training.gradients import fill_gradients
 
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
@@ -129,7 +131,7 @@ class Updater:
             return torch.tensor(values, dtype=model.dtype, device=model.device)
 
         weights = GroupWeights(
-            torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups])),
+            Grouping.consecutive([len(group) for group in groups], model.device),
             of_groups([group.task_weight for group in groups]),
             of_groups([group.sample_weight for group in groups]),
             total,
@@ -243,24 +245,13 @@ def dropout_mask(
     number: int,
     seed: int,
 ) -> Tensor | None:
-    """The experts' dropout mask of a pass, or None where the bank has no dropout.
-
-    Every group draws from its own stream at its own width: the mask depends neither on padding nor on how
-    the update is split into passes.
-    """
-    site = model.site
-    widths = [int(lengths[group.task][group.examples].max()) for group in groups]
-    shape = site.dropout_shape(sum(len(group) for group in groups), max(widths)) if model.training else None
+    """The experts' dropout mask of a pass, or None where the bank has no dropout."""
+    width = max(int(lengths[group.task][group.examples].max()) for group in groups)
+    shape = model.site.dropout_shape(sum(map(len, groups)), width) if model.training else None
     if shape is None:
         return None
-    keep = torch.ones(shape, dtype=torch.bool, device=model.device)
-    start = 0
-    for group, width in zip(groups, widths, strict=True):
-        block = keep[start:][tuple(map(slice, site.units(len(group), width)))]
-        stream = generator(model.device, seed, "dropout", number, group.number)
-        block.copy_(torch.empty_like(block).bernoulli_(1 - site.dropout, generator=stream))
-        start += len(group)
-    return keep
+    words = torch.from_numpy(row_words(groups, number, seed)).to(model.device)
+    return keep_mask(words, shape, model.site.dropout)
 
 
 @contextlib.contextmanager
