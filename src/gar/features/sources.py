@@ -6,6 +6,7 @@ Both give the training loop the same states, so the loop does not know which one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,7 +63,11 @@ class RawSource:
 
 
 class CachedSource:
-    """Reads states computed once by a frozen prefix."""
+    """Reads states computed once by a frozen prefix.
+
+    Where they fit the device they lie there as one table over all tasks, ``table``; else they stay, task by
+    task, on the host.
+    """
 
     def __init__(
         self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], features: Sequence[Features]
@@ -74,31 +79,70 @@ class CachedSource:
         ]
         self.labels = [torch.from_numpy(split.labels).to(model.device) for split in splits]
         self._device, self._dtype = model.device, model.dtype
-        resident = self._device if _fits(features, self._device) else torch.device("cpu")
-        self._offsets = [torch.from_numpy(f.offsets).to(resident) for f in features]
-        self._x = [None if f.x is None else f.x.to(resident) for f in features]
-        self._base = [f.base.to(resident) for f in features]
-        self._pooled = [f.pooled for f in features]
-        self._where = resident
+        self._features = features
+        self._offsets = [torch.from_numpy(f.offsets) for f in features]
+        on_device = model.device.type == "cuda" and _fits(features, model.device)
+        self.table = Table.of(features, self.labels, model.device) if on_device else None
 
     def state(self, parts: Sequence[Part]) -> SiteState:
         width = max(int(self.lengths[task][rows].max()) for task, rows in parts)
-        positions = torch.arange(width, device=self._where)
-        x: list[Tensor] = []
-        base: list[Tensor] = []
-        masks: list[Tensor] = []
-        for task, rows in parts:
-            index = torch.from_numpy(rows).to(self._where)
-            start, stop = self._offsets[task][index], self._offsets[task][index + 1]
-            # Padding repeats the last token; it is masked everywhere.
-            tokens = torch.minimum(start.unsqueeze(1) + positions, (stop - 1).unsqueeze(1))
-            masks.append(positions < (stop - start).unsqueeze(1))
-            features = self._x[task]
-            if features is not None:
-                x.append(features[tokens])
-            base.append(self._base[task][index if self._pooled[task] else tokens])
-        state = SiteState(torch.cat(x) if x else None, torch.cat(base), torch.cat(masks))
+        if self.table is not None:
+            rows = torch.from_numpy(self.table.rows(parts)).to(self._device)
+            return self.table.state(rows, width).to(self._device, self._dtype)
+        states = [
+            _gather(self._features[task], self._offsets[task], torch.from_numpy(rows), width)
+            for task, rows in parts
+        ]
+        x = None if states[0].x is None else torch.cat([s.x for s in states if s.x is not None])
+        state = SiteState(x, torch.cat([s.base for s in states]), torch.cat([s.mask for s in states]))
         return state.to(self._device, self._dtype)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The states and labels of several tasks one after the other, on one device.
+
+    ``first`` [T] is each task's first row; rows of the table count over all tasks.
+    """
+
+    features: Features
+    offsets: Tensor
+    labels: Tensor
+    first: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, parts: Sequence[Features], labels: Sequence[Tensor], device: torch.device) -> Table:
+        offsets = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)]).cumsum()
+        x = None if parts[0].x is None else _stacked([p.x for p in parts if p.x is not None], device)
+        features = Features(offsets, x, _stacked([part.base for part in parts], device))
+        first = np.concatenate([[0], np.cumsum([len(own) for own in labels])[:-1]])
+        return cls(features, torch.from_numpy(offsets).to(device), torch.cat(list(labels)), first)
+
+    def rows(self, parts: Sequence[Part]) -> NDArray[np.int64]:
+        """Rows of the table, int64 [B], of examples of the tasks."""
+        return np.concatenate([self.first[task] + rows for task, rows in parts])
+
+    def state(self, rows: Tensor, width: int) -> SiteState:
+        """States of rows int64 [B], padded to ``width`` tokens, in the dtype in which they are kept."""
+        return _gather(self.features, self.offsets, rows, width)
+
+
+def _gather(features: Features, offsets: Tensor, rows: Tensor, width: int) -> SiteState:
+    positions = torch.arange(width, device=rows.device)
+    start, stop = offsets[rows].unsqueeze(1), offsets[rows + 1].unsqueeze(1)
+    # Padding repeats the last token; it is masked everywhere.
+    tokens = torch.minimum(start + positions, stop - 1)
+    x = None if features.x is None else features.x[tokens]
+    base = features.base[rows if features.pooled else tokens]
+    return SiteState(x, base, positions < stop - start)
+
+
+def _stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One tensor on the device, filled part by part: the host never holds a copy of all."""
+    table = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], device=device)
+    for part, own in zip(table.split([len(part) for part in parts]), parts, strict=True):
+        part.copy_(own)
+    return table
 
 
 def tokenized(model: MultiTaskModel, splits: Sequence[Split]) -> list[TokenizedSplit]:

@@ -100,7 +100,7 @@ def drive(executor: Executor, jobs: Iterator[Job], stopping: Callable[[], bool])
 
 
 def threads_of(config: Mapping[str, Any], share: int) -> int:
-    """CPU threads of a run, as it would take alone: the key ``threads``, else $OMP_NUM_THREADS; else its share."""
+    """CPU threads of a run, as alone: the key ``threads``, else $OMP_NUM_THREADS; else its share."""
     if config.get("threads"):
         return int(config["threads"])
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()

@@ -1,7 +1,7 @@
 """The experts' dropout mask, as a function of counters: seed, update, group, row, token, feature.
 
-Nothing is drawn from a generator, so a mask depends neither on padding nor on passes, threads or device, and it
-can be computed anywhere, also inside a captured CUDA graph. Integers of 32 bits, which wrap.
+Nothing is drawn from a generator, so a mask depends neither on padding nor on passes, threads or device, and
+it can be computed anywhere, also inside a captured CUDA graph. Integers of 32 bits, which wrap.
 """
 
 from __future__ import annotations
