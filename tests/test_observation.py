@@ -768,5 +768,28 @@ def test_grouping_equals_loops(groups: str) -> None:
     marks = torch.rand(len(listed), 3) > 0.5
     back = grouping.scatter(grouping.gather(marks).flatten(1, 2), marks.shape)
     counted = torch.tensor(listed) >= 0
+    weights = torch.rand(count, dtype=torch.float64)
+    spread = [float(weights[group]) if group >= 0 else 0.0 for group in listed]
+    assert grouping.spread(weights).tolist() == spread
     assert torch.equal(back[counted], marks[counted])
     assert not back[~counted].any()
+
+
+@pytest.mark.parametrize("sizes", [[3], [2, 2], [3, 1, 2], [1, 1, 1]])
+def test_groupings_made_from_sizes_are_those_of_their_numbers(sizes: list[int]) -> None:
+    numbers = torch.tensor([m for m, size in enumerate(sizes) for _ in range(size)])
+    width, values = max(sizes), torch.randn(sum(sizes), 3, 2, dtype=torch.float64)
+    expected = Grouping(numbers)
+    consecutive = Grouping.consecutive(sizes)
+    padded = Grouping.padded(torch.tensor(sizes), width)
+    slots = torch.cat([m * width + torch.arange(size) for m, size in enumerate(sizes)])
+    rows = torch.zeros(len(sizes) * width, 3, 2, dtype=torch.float64)
+    rows[slots] = values
+    for grouping, own in ((consecutive, values), (padded, rows)):
+        same(grouping.sum(own), expected.sum(values))
+        same(grouping.mean(own), expected.mean(values))
+        same(grouping.product(Factors(own, own)), expected.product(Factors(values, values)))
+    weights = torch.rand(len(sizes), dtype=torch.float64)
+    assert torch.equal(consecutive.spread(weights), expected.spread(weights))
+    assert torch.equal(padded.spread(weights)[slots], expected.spread(weights))
+    assert int(padded.spread(weights + 1).count_nonzero()) == sum(sizes)

@@ -34,6 +34,7 @@ from gar.training import (
 )
 from gar.training import updater as module
 from gar.training.checkpoint import state_tensors
+from gar.training.gradients import total_norm
 from gar.training.updater import Outcome, dropout_mask, warmup_factor
 from support import oracles, tiny_runs
 from support.tiny_runs import METHODS, SEPARATE, largest_difference, make_config, same_bits, weights
@@ -485,7 +486,7 @@ def test_the_norm_of_float32_gradients_has_the_digits_of_float64() -> None:
     """On a CPU: a float32 sum of this length is off in the sixth digit, elsewhere with other threads."""
     parts = [1e-3 * torch.randn(shape) for shape in ((300, 1000), (7,), (2, 3, 5))]
     expected = float(torch.cat([part.double().flatten() for part in parts]).norm())
-    assert float(module.total_norm(parts)) == pytest.approx(expected, rel=1e-14)
+    assert float(total_norm(parts)) == pytest.approx(expected, rel=1e-14)
 
 
 class Balanced(Method):

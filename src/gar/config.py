@@ -210,6 +210,10 @@ class Config(Section):
     max_tokens_per_pass: Place[int | None] = Field(
         None, ge=1, description="split an update over passes of whole groups"
     )
+    capture: Place[bool] = Field(
+        True,
+        description="on a GPU, replay cached updates as CUDA graphs; false: launch each kernel",
+    )
     device: Place[str] = Field("auto", description="auto, cpu, cuda, cuda:1, …")
     threads: Place[int | None] = Field(
         None, ge=1, description="CPU threads; default: $OMP_NUM_THREADS, else all cores"

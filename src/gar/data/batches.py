@@ -76,6 +76,11 @@ class Updates:
         return groups
 
     @property
+    def full_groups(self) -> list[int]:
+        """Groups of every task in an update with whole batches."""
+        return [-(-min(order.batch_size, order.size) // self.group_size) for order in self.orders]
+
+    @property
     def updates_per_epoch(self) -> int:
         """Updates after which the largest task has been seen once."""
         return max(order.batches_per_epoch for order in self.orders)

@@ -54,10 +54,20 @@ class Method(BaseModel):
     #: Whether every group gets a forward and backward of its own (methods that need whole group gradients).
     separate_groups: ClassVar[bool] = False
 
+    #: Whether an update can be captured as a CUDA graph: the hooks never read a tensor's value on the host,
+    #: draw no random numbers, and change the state in place.
+    capturable: ClassVar[bool] = False
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """What a method is called, and its part in comparisons, is not inherited: tables tell all apart."""
-        defaults = {"label": getattr(cls, "name", ""), "style": None, "reference": False, "proposed": False}
+        """What a method is called, its part in comparisons and what it promises are not inherited."""
+        defaults = {
+            "label": getattr(cls, "name", ""),
+            "style": None,
+            "reference": False,
+            "proposed": False,
+            "capturable": False,
+        }
         for key, value in defaults.items():
             if key not in cls.__dict__:
                 setattr(cls, key, value)

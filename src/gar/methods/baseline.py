@@ -13,4 +13,5 @@ class Baseline(Method):
     name: ClassVar[str] = "baseline"
     label: ClassVar[str] = "Baseline"
     style: ClassVar[tuple[str, str] | None] = ("ink", "o")
+    capturable: ClassVar[bool] = True
     reference: ClassVar[bool] = True

@@ -22,6 +22,7 @@ class GAR(Method):
     name: ClassVar[str] = "gar"
     label: ClassVar[str] = "GAR"
     style: ClassVar[tuple[str, str] | None] = ("#0072B2", "D")
+    capturable: ClassVar[bool] = True
     proposed: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="lambda; 0 is exactly Baseline")
     objective: Literal["load_normalized", "numerator_only"] = "load_normalized"

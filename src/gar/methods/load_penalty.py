@@ -22,6 +22,7 @@ class LoadPenalty(Method):
     name: ClassVar[str] = "loadpen"
     label: ClassVar[str] = "LoadPen"
     style: ClassVar[tuple[str, str] | None] = ("#009E73", "v")
+    capturable: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="lambda_load")
 
     @property
@@ -37,7 +38,7 @@ def load_penalty(update: Update, coefficient: float) -> Tensor:
     total = update.zero
     for site in update.sites:
         q = site.example_gates()
-        experts = q.shape[1]
-        frequency = one_hot(q.argmax(1), experts).to(q.dtype).mean(0)
-        total = total + experts * (frequency * q.mean(0)).sum()
+        share, experts = site.example_weights().to(q.dtype), q.shape[1]
+        frequency = share @ one_hot(q.argmax(1), experts).to(q.dtype)
+        total = total + experts * (frequency * (share @ q)).sum()
     return coefficient * total

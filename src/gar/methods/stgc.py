@@ -25,6 +25,7 @@ class STGC(Method):
     name: ClassVar[str] = "stgc"
     label: ClassVar[str] = "STGC"
     style: ClassVar[tuple[str, str] | None] = ("#D55E00", "^")
+    capturable: ClassVar[bool] = True
     coefficient: float = Field(1.0, ge=0, description="beta")
 
     @property

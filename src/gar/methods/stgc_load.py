@@ -18,6 +18,7 @@ class STGCLoad(STGC):
     name: ClassVar[str] = "stgc_load"
     label: ClassVar[str] = "STGC+Load"
     style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "X")
+    capturable: ClassVar[bool] = True
     load_coefficient: float = Field(1e-3, ge=0, description="lambda_load")
 
     @property

@@ -26,6 +26,7 @@ class SwitchAux(Method):
     name: ClassVar[str] = "switchaux"
     label: ClassVar[str] = "SwitchAux"
     style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
+    capturable: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="alpha")
 
     @property

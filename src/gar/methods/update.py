@@ -63,6 +63,11 @@ class Site:
         """Routing recomputed from detached inputs; differentiable in the router alone."""
         return self.observation.detached_routing()
 
+    def example_weights(self) -> Tensor:
+        """Every row's share of the update's examples, [B]; 0 for a row that only pads its group."""
+        grouping, weights = self.weights.grouping, self.weights.sample_weights
+        return grouping.spread(weights / grouping.sizes.to(weights.device))
+
     def probabilities(self) -> Tensor:
         """``p_m`` [M, E]."""
         return self.weights.grouping.mean(self.detached_routing().example_gates())
@@ -147,8 +152,15 @@ class UpdateSite:
         return torch.cat([part.gradients() for part in self.parts])
 
     def example_gates(self) -> Tensor:
-        """``q_n`` [n, E] of all examples, differentiable in the router alone."""
+        """``q_n`` [n, E] of all examples, differentiable in the router alone.
+
+        In a captured update some rows pad their group: they are zero, and so is their weight.
+        """
         return torch.cat([part.detached_routing().example_gates() for part in self.parts])
+
+    def example_weights(self) -> Tensor:
+        """Every row's share of the update's examples, [n]: sums with it are means over examples."""
+        return torch.cat([part.example_weights() for part in self.parts])
 
     def selections(self) -> Tensor:
         """How often the update's forwards chose each expert in each group, int64 [M, E]."""

@@ -44,18 +44,21 @@ class SiteState:
 
     FFN sites: ``x`` [B, L, d] the routing and expert input, ``base`` what the experts' output is added to,
     [B, L, d], or already pooled [B, d] where nothing nonlinear follows, ``mask`` bool [B, L]. Head site:
-    ``x`` is None and ``base`` [B, d] the pooled representation.
+    ``x`` is None and ``base`` [B, d] the pooled representation. ``rows`` bool [B] marks the examples that
+    count, None: all do.
     """
 
     x: Tensor | None
     base: Tensor
     mask: Tensor
+    rows: Tensor | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SiteState:
         """Moved, with floating tensors in ``dtype``."""
         x = None if self.x is None else self.x.to(device, dtype, non_blocking=True)
+        base, mask = self.base.to(device, dtype, non_blocking=True), self.mask.to(device, non_blocking=True)
         return SiteState(
-            x, self.base.to(device, dtype, non_blocking=True), self.mask.to(device, non_blocking=True)
+            x, base, mask, None if self.rows is None else self.rows.to(device, non_blocking=True)
         )
 
 
@@ -271,7 +274,7 @@ class LoRAHead(Site):
         return SiteState(None, self._pool(forward(), mask), mask)
 
     def output(self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None) -> Output:
-        logits, routing = self.head(state.base, keep)
+        logits, routing = self.head(state.base, keep, state.rows)
         return Output(list(logits.split([size for _, size in segments])), routing)
 
     def units(self, rows: int, length: int) -> tuple[int, ...]:

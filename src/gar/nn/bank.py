@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class Experts(nn.Module):
 
     slots: tuple[str, ...]
     count: int
+    #: Whether the sizes of all tensors follow from those of the input: nothing waits for the device.
+    capturable: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ class RoutedHead(nn.Module):
         self.base = nn.Linear(features, classes)
         self.deltas = RoutedLoRA(features, classes, **experts)
 
-    def forward(self, h: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Routing]:
-        delta, routing = self.deltas(h, keep=keep)
+    def forward(
+        self, h: Tensor, keep: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        delta, routing = self.deltas(h, mask, keep)
         return self.base(h) + delta, routing

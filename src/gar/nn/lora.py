@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class LoRAExperts(Experts):
     """
 
     slots = ("A", "B")
+    capturable: ClassVar[bool] = True
 
     def __init__(self, in_features: int, out_features: int, experts: int, rank: int, scale: float) -> None:
         super().__init__()

@@ -89,6 +89,12 @@ class Grouping:
         result[index[slots]] = gathered.reshape(*slots.shape, *shape[1:])[slots]
         return result
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [M] of the groups as one of each row, [R]; 0 for rows that are not counted."""
+        width = int(self.rows / max(1, self.count)) if self._consecutive else self._slots.shape[1]
+        counted = torch.arange(width, device=values.device) < self.sizes.to(values.device).unsqueeze(1)
+        return self.scatter(values.unsqueeze(1) * counted, (self.rows,))
+
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The gather index and its valid slots; moved once where values live elsewhere than the groups."""
         if self._index.device != device:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from gar.methods import GroupWeights, Method, Pass, Update
 from gar.observation import Observed, observe
@@ -54,3 +55,12 @@ def fill_gradients(
         if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
             parameter.grad = torch.zeros_like(parameter)
     return update
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm of gradients; on a CPU in float64, where float32 sums differ with the threads."""
+    if gradients[0].device.type != "cpu":
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gar.model import MultiTaskModel
 from gar.runs.history import History
 from gar.runs.stopping import StopSignals
 from gar.training import checkpoint
+from gar.training.captured import CapturedUpdates
 from gar.training.updater import TrainingFailure, Updater
 
 
@@ -55,6 +56,7 @@ def fit(
         state = checkpoint.load(checkpoints, model, updater.optimizer, hooks.message, updater.state)
         start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
     history.rewind(start, hooks.message)
+    updates = CapturedUpdates.of(updater) or updater
 
     def save(done: int) -> None:
         updater.check(done)
@@ -72,21 +74,22 @@ def fit(
 
     model.train()
     with StopSignals() as stopping:
-        for number in range(start, total):
+        due = config.evaluation.every, config.checkpoint.every
+        for first, last in blocks(start, total, updates.stride, *due):
             began = time.perf_counter()
-            outcome = updater.run(number)
-            seconds += time.perf_counter() - began
-            done = number + 1
-            history.update(done, outcome.tasks, outcome.gradient_norm, outcome.learning_rate)
-            if hooks.update is not None:
-                hooks.update(done, total, history.last_loss)
-            if is_due(config.evaluation.every, done) and done < total:
-                history.evaluation(done, measure(done, evaluate))
+            for done, outcome in enumerate(updates.block(first, last), first + 1):
+                seconds += time.perf_counter() - began
+                history.update(done, outcome.tasks, outcome.gradient_norm, outcome.learning_rate)
+                if hooks.update is not None:
+                    hooks.update(done, total, history.last_loss)
+                began = time.perf_counter()
+            if is_due(config.evaluation.every, last) and last < total:
+                history.evaluation(last, measure(last, evaluate))
             # The last one protects finished weights while they are measured and written.
-            if stopping() or done == total or is_due(config.checkpoint.every, done):
-                save(done)
+            if stopping() or last == total or is_due(config.checkpoint.every, last):
+                save(last)
             if stopping():
-                raise Interrupted(f"stopped after update {done} of {total}")
+                raise Interrupted(f"stopped after update {last} of {total}")
         history.flush()
         diagnosis = measure(total, diagnose)
         if stopping():
@@ -94,6 +97,18 @@ def fit(
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
     sections = {key: diagnosis[key] for key in ("accuracy", "routing")}
     return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}
+
+
+def blocks(start: int, total: int, stride: int, *every: int) -> Iterator[tuple[int, int]]:
+    """Updates from ``start`` in blocks of at most ``stride`` that end wherever something is due.
+
+    >>> list(blocks(3, 12, 4, 5, 0))
+    [(3, 5), (5, 9), (9, 10), (10, 12)]
+    """
+    while start < total:
+        stop = min([start + stride, total, *((start // n + 1) * n for n in every if n)])
+        yield start, stop
+        start = stop
 
 
 def is_due(every: int, done: int) -> bool:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import AdamW
 
 from gar.config import Config, OptimizerConfig
@@ -25,7 +26,7 @@ from gar.observation import Grouping
 from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
-from gar.training.gradients import fill_gradients
+from gar.training.gradients import fill_gradients, total_norm
 
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
 PASS_COST = {"cpu": 512, "cuda": 16384}
@@ -64,6 +65,9 @@ class Updater:
     the groups of every update. For a seed, batches and dropout are the same whatever the method.
     """
 
+    #: Updates that best go together in one :meth:`block`.
+    stride: ClassVar[int] = 1
+
     def __init__(self, model: MultiTaskModel, source: Source, config: Config, names: Sequence[str]) -> None:
         self.model, self.source, self.config, self.names = model, source, config, list(names)
         self.method, self.seed = config.method, config.seed
@@ -76,13 +80,17 @@ class Updater:
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
 
+    def block(self, start: int, stop: int) -> Iterator[Outcome]:
+        """Run updates ``start`` to ``stop - 1``; yields what each tells."""
+        return map(self.run, range(start, stop))
+
     def run(self, number: int) -> Outcome:
         """Update ``number`` = 0, 1, …; raises :class:`TrainingFailure` before a non-finite step is taken."""
         groups = self.schedule.groups(number)
         update = self.gradients(groups, number)
         norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         rate = self.learning_rate(number)
-        outcome = self._outcome(groups, update, norm, rate, number)
+        outcome = self._checked(groups, update, norm, rate, number)
         clip_grads_with_norm_(self.parameters, self.config.optimizer.clip, norm)
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
@@ -161,7 +169,14 @@ class Updater:
             if not tensor.isfinite().all():
                 raise TrainingFailure(f"{name} is no longer finite; expected a smaller learning rate", done)
 
-    def _outcome(
+    def outcome(self, groups: Sequence[Group], losses: list[float], norm: float, rate: float) -> Outcome:
+        """What an update of these groups tells."""
+        tasks = dict.fromkeys(self.names, 0.0)
+        for loss, group in zip(losses, groups, strict=True):
+            tasks[self.names[group.task]] += group.task_weight * len(tasks) * loss
+        return Outcome(losses, tasks, norm, rate)
+
+    def _checked(
         self, groups: Sequence[Group], update: Update, norm: Tensor, rate: float, number: int
     ) -> Outcome:
         """Losses and gradient norm as numbers (the update's only read-back), or a failure that says where."""
@@ -188,19 +203,7 @@ class Updater:
                 "expected finite gradients (a smaller learning rate, or inputs without extreme values)",
                 number + 1,
             )
-        tasks = dict.fromkeys(self.names, 0.0)
-        for loss, group in zip(losses, groups, strict=True):
-            tasks[self.names[group.task]] += group.task_weight * len(tasks) * loss
-        return Outcome(losses, tasks, norm_value, rate)
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global norm of gradients; on a CPU in float64, where float32 sums differ with the threads."""
-    if gradients[0].device.type != "cpu":
-        return get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+        return self.outcome(groups, losses, norm_value, rate)
 
 
 def total_updates(optimizer: OptimizerConfig, schedule: Updates) -> int:
@@ -229,6 +232,7 @@ def make_optimizer(model: MultiTaskModel, config: OptimizerConfig) -> AdamW:
         eps=ADAM_EPS,
         weight_decay=config.weight_decay,
         fused=model.device.type == "cuda",
+        capturable=model.device.type == "cuda",
     )
 
 
