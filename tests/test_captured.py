@@ -67,7 +67,7 @@ def made(config: Config) -> tuple[Updater, CapturedUpdates]:
     source, _ = make_sources(model, mixture, config.cache)
     updater = Updater(model.train(), source, config, NAMES)
     assert isinstance(source, CachedSource)
-    table = Table.of(source._features, source.labels, model.device)
+    table = source.table or Table.of(source._features, source.labels, model.device)
     return updater, CapturedUpdates(updater, table, graphs=config.device == "cuda")
 
 

@@ -768,6 +768,30 @@ def test_float64_is_float64_throughout(directories: Directories, site: str) -> N
 # --------------------------------------------------------------------------------------------------
 
 
+@every_site
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 1, 0], [1]])
+def test_losses_are_those_of_the_logits(directories: Directories, site: str, order: list[int]) -> None:
+    """Of tasks with two and with three labels, in any order, and their gradients."""
+    model = make_model(directories["bert"], site, dropout=0.0)
+    scatter_weights(model)
+    splits = make_splits(model)
+    parts = [(splits[i], np.arange(len(splits[i]) - i)) for i in order]
+    segments = [(list(model.tasks)[i], len(rows)) for i, (_, rows) in zip(order, parts, strict=True)]
+    labels = [torch.from_numpy(split.labels[rows]) for split, rows in parts]
+    state = model.prefix(*model.tokens(parts))
+    expected = example_losses(model.suffix(state, segments), labels)
+    found = model.losses(state, segments, torch.cat(labels))
+    assert torch.allclose(found, expected, atol=1e-12)
+    weights = torch.rand(len(found), dtype=found.dtype)
+    parameters = model.trainable_parameters()
+    for a, b in zip(
+        torch.autograd.grad(found @ weights, parameters, materialize_grads=True),
+        torch.autograd.grad(expected @ weights, parameters, materialize_grads=True),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
 def test_the_shared_head_is_as_wide_as_the_widest_task(directories: Directories) -> None:
     model = make_model(directories["bert"], "lora_head").eval()
     scatter_weights(model)

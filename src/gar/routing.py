@@ -36,7 +36,7 @@ class Routing:
 
 def select(logits: Tensor, top_k: int) -> Tensor:
     """The k largest logits of each row as a bool mask [..., E]; ties go to one of the equal experts."""
-    chosen = logits.topk(top_k, dim=-1).indices
+    chosen = logits.topk(top_k, dim=-1, sorted=False).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, chosen, True)
 
 

@@ -80,6 +80,15 @@ class Method(BaseModel):
         """
         return frozenset()
 
+    @property
+    def router_apart(self) -> bool:
+        """Whether a router gets one backward an update: the method makes only a router loss of its captures.
+
+        The task loss then stops at the gates, and :meth:`finish` brings both into the router.
+        """
+        own = (getattr(type(self), hook) is getattr(Method, hook) for hook in ("terms", "backward", "finish"))
+        return "gradients" in self.observes and all(own)
+
     def check(self, choices: Choices) -> str | None:
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""
         return None
@@ -109,9 +118,7 @@ class Method(BaseModel):
 
     def finish(self, update: Update) -> None:
         """After the last pass of an update, before the gradients are clipped."""
-        loss = self.router_loss(update)
-        if loss is not None:
-            loss.backward()
+        update.backward(self.router_loss(update))
 
     def after_step(self, update: Update) -> None:
         """Change ``update.state`` after the optimizer's step, without gradients.

@@ -177,6 +177,15 @@ class Update:
     def sites(self) -> list[UpdateSite]:
         return [UpdateSite(parts) for parts in zip(*(each.sites for each in self.passes), strict=True)]
 
+    def backward(self, loss: Tensor | None) -> None:
+        """Back-propagate a loss of detached captures, and what the passes' backwards left at the gates."""
+        sites = (site for each in self.passes for site in each.sites)
+        roots = [pending for site in sites if (pending := site.observation.pending()) is not None]
+        if loss is not None:
+            roots.append((loss, torch.ones_like(loss)))
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+
     @property
     def losses(self) -> Tensor:
         """The groups' mean losses [M], detached."""

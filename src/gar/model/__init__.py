@@ -5,10 +5,9 @@ from gar.model.multitask import (
     Prediction,
     TaskInfo,
     evaluating,
-    example_losses,
     length_bucketed,
 )
-from gar.model.sites import SITES, Output, Site, SiteState
+from gar.model.sites import SITES, Output, Site, SiteState, example_losses
 
 __all__ = [
     "SITES",

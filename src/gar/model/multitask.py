@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gar.config import BackboneConfig, ExpertsConfig
@@ -305,6 +304,17 @@ class MultiTaskModel(nn.Module):
         with self.autocast():
             return self.site.output(state, segments, keep)
 
+    def losses(
+        self,
+        state: SiteState,
+        segments: Sequence[tuple[str, int]],
+        labels: Tensor,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """The cross-entropy of every example, [B], for ``labels`` int64 [B]: of :meth:`suffix`'s logits."""
+        with self.autocast():
+            return self.site.losses(state, segments, labels, keep)
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         """All parameters with gradients, in a fixed order."""
         return [p for p in self.parameters() if p.requires_grad]
@@ -374,13 +384,6 @@ class MultiTaskModel(nn.Module):
         if name not in self.tasks:
             raise one_of("task", name, self.tasks)
         return self.tasks[name]
-
-
-def example_losses(output: Output, labels: Sequence[Tensor]) -> Tensor:
-    """Cross-entropy of every example, [B], in float32 or wider."""
-    wide = (logits.to(torch.promote_types(logits.dtype, torch.float32)) for logits in output.logits)
-    pairs = zip(wide, labels, strict=True)
-    return torch.cat([functional.cross_entropy(logits, label, reduction="none") for logits, label in pairs])
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ which site it is.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from gar.config import BackboneConfig, ExpertsConfig
@@ -109,6 +111,13 @@ class Site(ABC):
     def output(self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None) -> Output:
         """From the site's input to the logits; see :meth:`gar.MultiTaskModel.suffix`."""
 
+    def losses(
+        self, state: SiteState, segments: Sequence[tuple[str, int]], labels: Tensor, keep: Tensor | None
+    ) -> Tensor:
+        """Cross-entropy of every example, [B]; see :meth:`gar.MultiTaskModel.losses`."""
+        output = self.output(state, segments, keep)
+        return example_losses(output, labels.split([size for _, size in segments]))
+
     @abstractmethod
     def units(self, rows: int, length: int) -> tuple[int, ...]:
         """Shape of the routed units of ``rows`` examples, padded to ``length`` tokens."""
@@ -177,20 +186,44 @@ class _FFNSite(Site):
         return SiteState(x, self._pool(base, mask) if self.tail is None else base, mask)
 
     def output(self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None) -> Output:
-        assert state.x is not None
-        mixed, routing = self.bank(state.x, state.mask, keep)
-        if self.tail is None:
-            hidden = state.base + self._pool(mixed, state.mask)
-        else:
-            hidden = self._pool(self.tail(state.base + self.residual_dropout(mixed)), state.mask)
+        hidden, routing = self._hidden(state, keep)
         parts = hidden.split([size for _, size in segments])
         heads = [self._head(name) for name, _ in segments]
         return Output([head(part) for head, part in zip(heads, parts, strict=True)], routing)
 
-    def _head(self, task: str) -> nn.Module:
+    def losses(
+        self, state: SiteState, segments: Sequence[tuple[str, int]], labels: Tensor, keep: Tensor | None
+    ) -> Tensor:
+        # All heads in one product, of which every example takes the columns of its task: few kernels.
+        hidden, _ = self._hidden(state, keep)
+        heads = {name: self._head(name) for name, _ in segments}
+        weight = torch.cat([head.weight for head in heads.values()])
+        bias = torch.cat([head.bias for head in heads.values()])
+        places = {name: i for i, name in enumerate(heads)}
+        columns, missing = _columns(
+            tuple((places[name], size) for name, size in segments),
+            tuple(head.out_features for head in heads.values()),
+            hidden.device,
+        )
+        logits = _wide(functional.linear(hidden, weight, bias)).gather(1, columns)
+        if missing is not None:
+            logits = logits.masked_fill(missing, float("-inf"))
+        return functional.cross_entropy(logits, labels, reduction="none")
+
+    def _hidden(self, state: SiteState, keep: Tensor | None) -> tuple[Tensor, Routing]:
+        """What the heads see, [B, d]."""
+        assert state.x is not None
+        mixed, routing = self.bank(state.x, state.mask, keep)
+        if self.tail is None:
+            return state.base + self._pool(mixed, state.mask), routing
+        return self._pool(self.tail(state.base + self.residual_dropout(mixed)), state.mask), routing
+
+    def _head(self, task: str) -> nn.Linear:
         if task not in self._tasks:
             raise one_of("task", task, self._tasks)
-        return self.heads[_key(task)]
+        head = self.heads[_key(task)]
+        assert isinstance(head, nn.Linear)
+        return head
 
     def units(self, rows: int, length: int) -> tuple[int, ...]:
         return rows, length
@@ -283,6 +316,33 @@ class LoRAHead(Site):
     def load(self, gates: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
         shares: NDArray[np.float64] = counts / counts.sum()
         return shares
+
+
+def example_losses(output: Output, labels: Sequence[Tensor]) -> Tensor:
+    """Cross-entropy of every example, [B], in float32 or wider."""
+    pairs = zip(output.logits, labels, strict=True)
+    return torch.cat(
+        [functional.cross_entropy(_wide(logits), label, reduction="none") for logits, label in pairs]
+    )
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(
+    segments: tuple[tuple[int, int], ...], classes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Which columns of all heads' logits are whose: int64 [B, C], and where a task has fewer than C labels.
+
+    ``segments`` has head and size of consecutive rows, ``classes`` the labels of every head.
+    """
+    head = np.repeat([place for place, _ in segments], [size for _, size in segments])
+    first, own = np.cumsum([0, *classes])[head][:, None], np.array(classes)[head][:, None]
+    labels = np.arange(max(classes))[None]
+    columns = torch.from_numpy(first + np.minimum(labels, own - 1)).to(device)
+    return columns, torch.from_numpy(labels >= own).to(device) if len({*classes}) > 1 else None
 
 
 #: By ``experts.site``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,15 @@ class Record:
     bank: RoutedExperts
     #: Whether the factors of group gradients are captured, beside the routing.
     factors: bool = True
+    #: Whether the backward stops at the gates, to go on into the router later (:meth:`pending`).
+    router_apart: bool = False
     #: Shared by all banks of one block: a backward crosses every site.
     paused: list[bool] = field(default_factory=lambda: [False])
     routing_input: Tensor | None = None
     routing: Routing | None = None
+    #: Where the router is apart: its routing with the graph into it, of which ``routing`` holds the leaf.
+    behind: Routing | None = None
+    leaf: Tensor | None = None
     output: Tensor | None = None
     arguments: tuple[Tensor, Tensor, Tensor] | None = None
     hidden: Tensor | None = None
@@ -34,12 +40,21 @@ class Record:
 
     def hooks(self) -> Iterator[RemovableHandle]:
         """Register the hooks; the caller removes them."""
+        if self.router_apart:
+            yield self.bank.router.register_forward_hook(self._router_hook)
         yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True)
         if not self.factors:
             return
         yield self.bank.experts.register_forward_hook(self._experts_hook)
         if self.bank.experts.hidden_module is not None:
             yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
+
+    def _router_hook(self, module: nn.Module, args: tuple[Tensor, ...], routing: Routing) -> Routing | None:
+        # Where the input has a gradient, what lies below must not see that of detached routing.
+        if args[0].requires_grad or not routing.gates.requires_grad:
+            return None
+        self.behind = routing
+        return dataclasses.replace(routing.detach(), gates=routing.gates.detach().requires_grad_())
 
     def _bank_hook(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Tensor, Routing]
@@ -85,7 +100,7 @@ class Record:
 
     def call(self) -> Call:
         """Everything that group gradients need, rows and tokens apart: units [N, d] become [N, 1, d]."""
-        _, routing = self.require_forward()
+        self.require_forward()
         if not self.factors:
             raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
         if self.backwards != 1 or self.delta is None or self.arguments is None:
@@ -96,16 +111,22 @@ class Record:
         (x, gates, active), delta = self.arguments, self.delta
         if gates.dim() > 3:
             raise ValueError(f"inputs must be [N, d] or [B, L, d], got gates of shape {tuple(gates.shape)}")
-        if routing.mask is not None:
-            delta = delta * routing.mask.unsqueeze(-1)
         if gates.dim() == 2:
             x, gates, active, delta = (t.unsqueeze(1) for t in (x, gates, active, delta))
         return Call(x, gates, active, delta, self.hidden, self.hidden_grad)
+
+    def pending(self) -> tuple[Tensor, Tensor] | None:
+        """The gates in the router's graph and what a backward brought to them, once; None without any."""
+        behind, self.behind = self.behind, None
+        if behind is None or self.leaf is None or self.leaf.grad is None:
+            return None
+        return behind.gates, self.leaf.grad
 
     def release(self) -> None:
         """Drop references into the graph; detached captures stay."""
         self.output = None
         if self.routing is not None:
+            self.leaf = self.routing.gates
             self.routing = self.routing.detach()
 
     def forget_factors(self) -> None:

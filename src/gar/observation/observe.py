@@ -24,9 +24,11 @@ from gar.routing import Routing
 class SiteObservation:
     """What one expert bank showed during one ``observe`` block."""
 
-    def __init__(self, bank: RoutedExperts, paused: list[bool], gradients: bool = True) -> None:
+    def __init__(
+        self, bank: RoutedExperts, paused: list[bool], gradients: bool = True, router_apart: bool = False
+    ) -> None:
         self.bank = bank
-        self._record = Record(bank, gradients, paused)
+        self._record = Record(bank, gradients, router_apart, paused)
 
     @property
     def routing(self) -> Routing:
@@ -36,8 +38,14 @@ class SiteObservation:
     def detached_routing(self) -> Routing:
         """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only."""
         x, seen = self._record.require_forward()
+        if self._record.behind is not None:
+            return self._record.behind
         routing: Routing = self.bank.router(x, seen.mask)
         return routing
+
+    def pending(self) -> tuple[Tensor, Tensor] | None:
+        """What a backward that stopped at the gates has to bring to the router; see ``router_apart``."""
+        return self._record.pending()
 
     def group_probabilities(self, groups: Tensor, count: int | None = None) -> Tensor:
         """``p_m`` [M, E]: mean over the group's examples of their gates, no further top-k.
@@ -143,9 +151,11 @@ class Observed:
     router, probabilities and gradients.
     """
 
-    def __init__(self, banks: Sequence[RoutedExperts], gradients: bool = True) -> None:
+    def __init__(
+        self, banks: Sequence[RoutedExperts], gradients: bool = True, router_apart: bool = False
+    ) -> None:
         paused = [False]
-        self.sites = [SiteObservation(bank, paused, gradients) for bank in banks]
+        self.sites = [SiteObservation(bank, paused, gradients, router_apart) for bank in banks]
 
     @property
     def site(self) -> SiteObservation:
@@ -167,10 +177,13 @@ class Observed:
 
 
 @contextmanager
-def observe(*modules: nn.Module, gradients: bool = True) -> Iterator[Observed]:
+def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = False) -> Iterator[Observed]:
     """Record the expert banks inside ``modules`` during one forward and one backward.
 
-    ``gradients=False`` records the routing alone, for methods that never ask for group gradients.
+    ``gradients=False`` records the routing alone, for methods that never ask for group gradients. With
+    ``router_apart`` the backward stops at the gates of routers whose input has no gradient: the caller
+    brings it into the router together with that of a loss on :meth:`SiteObservation.detached_routing`, which
+    then is the same graph (:meth:`SiteObservation.pending`).
 
     Forwards without gradients are not recorded. Captures belong to the returned object and are freed
     with it; nothing is stored on the modules.
@@ -178,7 +191,7 @@ def observe(*modules: nn.Module, gradients: bool = True) -> Iterator[Observed]:
     banks = list(dict.fromkeys(bank for module in modules for bank in expert_banks(module)))
     if not banks:
         raise ValueError("observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, …) inside the given modules")
-    observed = Observed(banks, gradients)
+    observed = Observed(banks, gradients, router_apart)
     handles = [handle for site in observed.sites for handle in site.hooks()]
     try:
         yield observed

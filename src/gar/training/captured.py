@@ -29,7 +29,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from gar.data.batches import Group
 from gar.features.sources import CachedSource, Table
 from gar.methods import GroupWeights, Update
-from gar.model import example_losses
 from gar.observation import Grouping
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
@@ -252,9 +251,8 @@ class CapturedUpdates:
         keep = None if units is None else keep_mask(words.int(), units, model.site.dropout)
         sizes = [count * self._size for count in shape.groups]
         segments = [(name, size) for name, size in zip(self.updater.names, sizes, strict=True) if size]
-        output = model.suffix(state, segments, keep)
-        labels = self.table.labels[rows].split([size for size in sizes if size])
-        return grouping.mean(example_losses(output, labels).masked_fill(~counted, 0))
+        losses = model.losses(state, segments, self.table.labels[rows], keep)
+        return grouping.mean(losses.masked_fill(~counted, 0))
 
     def _after_step(self, update: Update) -> None:
         """The method's own change of its state, undone where the step was."""

@@ -39,7 +39,11 @@ def fill_gradients(
     for forward in forwards:
         watching: contextlib.AbstractContextManager[Observed | None] = contextlib.nullcontext()
         if method.observes:
-            watching = observe(*observed, gradients=of_groups and observation == "one_pass")
+            watching = observe(
+                *observed,
+                gradients=of_groups and observation == "one_pass",
+                router_apart=method.router_apart,
+            )
         with watching as seen:
             pass_ = Pass.of(*forward(), parameters, seen, scratch, state)
             if of_groups and observation == "per_group":

@@ -21,7 +21,7 @@ from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Update
-from gar.model import MultiTaskModel, example_losses
+from gar.model import MultiTaskModel
 from gar.observation import Grouping
 from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
@@ -132,8 +132,11 @@ class Updater:
         stream = _stream(model.device, self.seed, "backbone", number, groups[0].number)
         with stream if model.config.trainable else contextlib.nullcontext():
             keep = dropout_mask(model, lengths, groups, number, self.seed)
-            output = model.suffix(self.source.state(parts), segments, keep)
-        labels = [self.source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts]
+            state = self.source.state(parts)
+            labels = [
+                self.source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts
+            ]
+            losses = model.losses(state, segments, torch.cat(labels), keep)
 
         def of_groups(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=model.dtype, device=model.device)
@@ -146,7 +149,7 @@ class Updater:
             torch.tensor([group.task for group in groups], device=model.device),
             len(self.names),
         )
-        return weights.grouping.mean(example_losses(output, labels)), weights
+        return weights.grouping.mean(losses), weights
 
     def learning_rate(self, number: int) -> float:
         """Of update ``number`` = 0, 1, …"""
