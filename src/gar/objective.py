@@ -40,7 +40,8 @@ def association(
     with _full_precision(probabilities):
         mass = _squared_aggregates(probabilities, gradients, gram)
         if normalize:
-            mass = _over_load(mass, probabilities.to(mass.dtype).sum(0) + eps)
+            load = probabilities.to(mass.dtype).sum(0)
+            mass = mass / (load + eps) if eps > 0 else _over_load(mass, load)
         return mass.sum()
 
 

@@ -27,7 +27,10 @@ class Routing:
 
     def example_gates(self) -> Tensor:
         """``q_n`` [rows, E]: gates averaged over a row's valid tokens; [N, E] gates pass unchanged."""
-        return mean_over_tokens(self.gates, self.mask)
+        if self.mask is None or self.gates.dim() < 3:
+            return mean_over_tokens(self.gates, self.mask)
+        # Gates of invalid tokens are zero already.
+        return self.gates.sum(1) / self.mask.sum(1).clamp(min=1).unsqueeze(-1)
 
     def detach(self) -> Routing:
         """The same decisions without their graph."""

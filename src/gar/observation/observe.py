@@ -68,13 +68,16 @@ class SiteObservation:
         made once for several uses. Slots follow the bank's order.
         """
         with self._full_precision():
-            return torch.cat(list(self._slot_gradients(groups, group_weight)), dim=1)
+            rows = torch.cat(list(self._slot_products(groups, group_weight)), dim=1)
+            return rows * _undo(group_weight, rows)
 
     def group_gram(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`, one slot in memory at a time."""
         with self._full_precision():
-            slots = self._slot_gradients(groups, group_weight)
-            return sum((slot @ slot.T for slot in slots), start=torch.zeros((), device=group_weight.device))
+            slots = self._slot_products(groups, group_weight)
+            gram = sum((slot @ slot.T for slot in slots), start=torch.zeros((), device=group_weight.device))
+            undo = _undo(group_weight, gram)
+            return undo * gram * undo.T
 
     def output_gradient(self, loss: Tensor) -> Tensor:
         """``d loss / d y`` at the gated expert sum y, before the backward and leaving the graph whole."""
@@ -107,8 +110,8 @@ class SiteObservation:
     def _full_precision(self) -> torch.autocast:
         return torch.autocast(self.bank.router.weight.device.type, enabled=False)
 
-    def _slot_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Iterator[Tensor]:
-        """[M, d_slot] of every template slot."""
+    def _slot_products(self, groups: Tensor | Grouping, group_weight: Tensor) -> Iterator[Tensor]:
+        """[M, d_slot] of every template slot: group gradients times their weight."""
         call = self._record.call()
         factors = self.bank.experts.factors(call)
         rows, tokens = call.gates.shape[:2]
@@ -128,11 +131,14 @@ class SiteObservation:
             raise ValueError(
                 f"groups are {groups.count} over {groups.rows} rows, expected {len(group_weight)} over {rows}"
             )
-        weight = accurate(group_weight.detach().to(call.delta.device))
-        undo = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
         for slot in self.bank.experts.slots:
-            grad = groups.product(factors[slot]).flatten(1)
-            yield grad * undo.to(grad.dtype)
+            yield groups.product(factors[slot]).flatten(1)
+
+
+def _undo(group_weight: Tensor, like: Tensor) -> Tensor:
+    """``1 / group_weight`` [M, 1], and 0 for a weight of 0."""
+    weight = accurate(group_weight.detach()).to(like.device, like.dtype).unsqueeze(1)
+    return torch.where(weight > 0, 1 / weight, 0)
 
 
 def _per_token(factors: Factors, units: int) -> Factors:
