@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gar.errors import UserError
-from gar.methods import State
+from gar.methods import MethodState
 from gar.model.multitask import MultiTaskModel
 from gar.runs.directory import checkpoints
 from gar.runs.files import checksum, sync
@@ -37,7 +37,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
     keep: int,
-    kept: State | None = None,
+    kept: MethodState | None = None,
 ) -> Path:
     """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`.
 
@@ -81,7 +81,7 @@ def load(
     model: MultiTaskModel,
     optimizer: torch.optim.Optimizer,
     warn: Callable[[str], None],
-    kept: State | None = None,
+    kept: MethodState | None = None,
 ) -> dict[str, Any] | None:
     """Restore the newest intact checkpoint; its ``{"update", "facts"}``, or None without any.
 
@@ -115,7 +115,7 @@ def load(
     return None
 
 
-def state_tensors(kept: State | None) -> dict[str, Tensor]:
+def state_tensors(kept: MethodState | None) -> dict[str, Tensor]:
     """The tensors that a method keeps, by name, as they are (not copies)."""
     if isinstance(kept, nn.Module):
         return dict(kept.state_dict(keep_vars=True))
