@@ -1052,8 +1052,8 @@ def test_a_state_reaches_every_hook() -> None:
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
-#: What deals with the paper's methods as such: its presets, suites of them, and the first steps.
-BY_NAME = ("methods", "presets", "sweeps", "cli/quickstart.py")
+#: What deals with the paper's methods as such: its presets, and its search.
+BY_NAME = ("methods", "presets", "sweeps/search.py")
 ELSEWHERE = sorted(
     path
     for path in PACKAGE.rglob("*.py")

@@ -165,6 +165,18 @@ def test_the_digest_is_of_what_is_computed() -> None:
     assert digest_with(**{"optimizer.updates": 7}) != plain
 
 
+@pytest.mark.parametrize("setting", ["paper/roberta_head", INLINE])
+def test_a_method_section_without_a_name_is_gar_as_in_a_configuration(setting: Any) -> None:
+    methods = {"strong": {"coefficient": 0.5}, "gar": "gar"}
+    found = suite(settings={"own": setting}, mixtures=["five"], methods=methods)
+    strong, plain = found.combinations()
+    assert strong.tree["method"] == {**plain.tree["method"], "coefficient": 0.5}
+    assert strong.tree["optimizer"] == plain.tree["optimizer"]
+    assert "unknown key 'method.coeficient' for method gar" in refusal(
+        mixtures=["five"], methods={"own": {"coeficient": 1}}
+    )
+
+
 def test_refusals() -> None:
     assert "unknown key 'setings'; did you mean 'settings'?" in refusal(setings=1)
     assert "unknown name 'garr'" in refusal(mixtures=["five"], methods=["garr"])
