@@ -185,7 +185,8 @@ def test_refusals() -> None:
         mixtures=["fife"]
     )
     assert "seeds" in refusal(seeds=[0, 0])
-    assert "seeds" in refusal(seeds=0)
+    for seeds in (0, -1, 10**30, "012", [0, "1"], [-1], 1.5, None):
+        assert "seeds: is" in refusal(seeds=seeds)
     assert "twice" in refusal(methods=["gar", "gar"])
     assert "becomes a directory" in refusal(overrides={"a/b": {}})
     assert "expected the suite's own key 'seeds'" in refusal(set={"seed": 3})

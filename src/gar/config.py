@@ -281,10 +281,10 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if isinstance(tree.get(section), str):  # the short form
             tree[section] = {"name": tree[section]}
     if dotted == "mixture" and isinstance(value, str):
-        value = {**(tree.get("mixture") or {}), "name": value, "tasks": []}
+        value = {**_mapping(tree.get("mixture")), "name": value, "tasks": []}
     if dotted == "method" and isinstance(value, str):
         dotted = "method.name"
-    if dotted == "method.name" and (tree.get("method") or {}).get("name") != value:
+    if dotted == "method.name" and _mapping(tree.get("method")).get("name") != value:
         tree["method"] = {}
     *parents, last = dotted.split(".")
     node = tree
@@ -294,6 +294,10 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise UserError(f"{dotted}: {'.'.join(parents[: i + 1])} is a value, not a section")
         node = child
     node[last] = value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
@@ -360,7 +364,9 @@ def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
 
     Plugins that the tree names are loaded first: they may bring its method.
     """
-    load_plugins(tree.get("plugins") or (), where)
+    plugins = tree.get("plugins") or ()
+    if isinstance(plugins, list | tuple) and all(isinstance(name, str) for name in plugins):
+        load_plugins(plugins, where)
     try:
         return Config.model_validate(copy.deepcopy(dict(tree)))
     except ValidationError as error:

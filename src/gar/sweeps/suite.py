@@ -39,6 +39,7 @@ Tree = dict[str, Any]
 
 #: Updates between checkpoints where neither configuration nor suite asks for any: a sweep survives a crash.
 CHECKPOINT_EVERY = 200
+MANY_SEEDS = 100_000  # a larger count is a mistake
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -83,10 +84,13 @@ class SuiteFile(BaseModel):
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:
-        value = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        if not value or len(set(value)) < len(value) or any(not isinstance(s, int) or s < 0 for s in value):
+        seeds = value
+        if isinstance(value, int) and not isinstance(value, bool):
+            seeds = range(value) if value <= MANY_SEEDS else ()
+        right = isinstance(seeds, list | tuple | range) and all(isinstance(s, int) and s >= 0 for s in seeds)
+        if not right or not seeds or len(set(seeds)) < len(seeds):
             raise ValueError(f"is {value!r}; expected a positive count, or distinct seeds from 0 upwards")
-        return tuple(value)
+        return tuple(seeds)
 
     @field_validator("settings", "mixtures", "methods", "overrides")
     @classmethod
