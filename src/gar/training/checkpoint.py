@@ -7,7 +7,6 @@ is renamed into place when it is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from gar.errors import UserError
 from gar.methods import MethodState
 from gar.model.multitask import MultiTaskModel
 from gar.runs.directory import checkpoints
-from gar.runs.files import checksum, sync
+from gar.runs.files import checksum, checksum_of, sync
 
 MODEL, OPTIMIZER, METHOD = "model.safetensors", "optimizer.safetensors", "method.safetensors"
 STATE = "state.json"
@@ -133,7 +132,7 @@ def _told(error: Exception) -> str:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return checksum_of(json.dumps(state, sort_keys=True).encode())
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
