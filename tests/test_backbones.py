@@ -48,7 +48,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 def pooled_hidden(model: MultiTaskModel) -> tuple[Tensor, tuple[Any, ...]]:
     """What the heads see for all examples, [B, d], and the tokens behind it."""
     seen: list[Tensor] = []
-    modules = [model.head] if model.site.shared_head else list(model.heads.values())
+    modules = [model.head] if hasattr(model, "head") else list(model.heads.values())
     handles = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for module in modules]
     tokens, segments = all_tokens(model, make_splits(model))
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from gar.config import Config
 from gar.features.sources import CachedSource, Table, make_sources
-from gar.methods import REGISTRY, Method, State, Update, from_config
+from gar.methods import REGISTRY, Method, MethodState, Update, from_config
 from gar.nn import expert_banks
 from gar.training import captured as module
 from gar.training import updater as updater_module
@@ -158,7 +158,7 @@ class Counting(Method):
     def observes(self) -> frozenset[str]:
         return frozenset({"routing"})
 
-    def initial_state(self, model: nn.Module) -> State:
+    def initial_state(self, model: nn.Module) -> MethodState:
         bias = expert_banks(model)[0].router.add_selection_bias()
         return {"updates": bias.new_zeros(())}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -131,3 +132,15 @@ def test_paths_of_overrides_are_those_of_the_working_directory(
     }
     hub = config.parse_overrides(["backbone.name=facebookai/roberta-base"])
     assert hub == {"backbone.name": "facebookai/roberta-base"}
+
+
+@pytest.mark.parametrize("key", config.Config.model_fields)
+@pytest.mark.parametrize("value", [5, -1, 1.5, True, None, "x", [], [1], [[1]], {}, {"a": 1}, {"name": 5}])
+def test_whatever_stands_at_a_key_is_accepted_or_refused_in_one_line(key: str, value: Any) -> None:
+    for overrides in ({}, {"method.name": "gar"}, {"mixture": "five"}):
+        said = ""
+        try:
+            config.build(config.overridden({key: value}, overrides))
+        except UserError as error:
+            said = str(error)
+        assert "\n" not in said

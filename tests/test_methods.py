@@ -29,8 +29,8 @@ from gar.methods import (
     GradientCombination,
     LoadPenalty,
     Method,
+    MethodState,
     Pass,
-    State,
     STGCLoad,
     SwitchAux,
     TorchJD,
@@ -1023,7 +1023,7 @@ def test_a_state_reaches_every_hook() -> None:
     class Remembers(Method):
         name: ClassVar[str] = "remembers"
 
-        def initial_state(self, model: nn.Module) -> State:
+        def initial_state(self, model: nn.Module) -> MethodState:
             return {"seen": torch.zeros(3)}
 
         def terms(self, pass_: Pass) -> None:
@@ -1052,8 +1052,8 @@ def test_a_state_reaches_every_hook() -> None:
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
-#: What deals with the paper's methods as such: its presets, suites of them, and the first steps.
-BY_NAME = ("methods", "presets", "sweeps", "cli/quickstart.py")
+#: What deals with the paper's methods as such: its presets, and its search.
+BY_NAME = ("methods", "presets", "sweeps/search.py")
 ELSEWHERE = sorted(
     path
     for path in PACKAGE.rglob("*.py")

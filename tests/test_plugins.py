@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,13 +30,14 @@ class {cls}(Method):
 
 
 @pytest.fixture(autouse=True)
-def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
-    before, modules = dict(REGISTRY), set(sys.modules)
+def _registry_as_before(tmp_path: Path) -> Iterator[None]:
+    before = dict(REGISTRY)
     yield
     REGISTRY.clear()
     REGISTRY.update(before)
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def write(path: Path, name: str = "mine") -> Path:

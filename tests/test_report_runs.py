@@ -10,20 +10,20 @@ import pytest
 import yaml
 
 from gar.errors import UserError
-from gar.runs.reading import FAILED, FINISHED, RUNNING, UNREADABLE, find_runs, read_run
+from gar.runs.reading import find_runs, read_run
 from gar.runs.state import State
 from support.made_up_runs import write_run
 
 
 def test_states_and_reasons(tmp_path: Path) -> None:
     write_run(tmp_path / "deep" / "er", "gar", 1)
-    write_run(tmp_path, "gar", 2, state=FAILED)
-    write_run(tmp_path, "gar", 3, state=RUNNING)
+    write_run(tmp_path, "gar", 2, state=State.FAILED)
+    write_run(tmp_path, "gar", 3, state=State.RUNNING)
     broken = write_run(tmp_path, "gar", 4)
     (broken / "result.json").write_text("{", encoding="utf-8")
     runs = {run.path.name[-1]: run for run in map(read_run, find_runs([tmp_path, tmp_path / "deep"]))}
     assert {seed: run.state for seed, run in runs.items()} == {
-        "1": FINISHED, "2": FAILED, "3": State.UNFINISHED, "4": UNREADABLE,
+        "1": State.FINISHED, "2": State.FAILED, "3": State.UNFINISHED, "4": State.UNREADABLE,
     }  # fmt: skip
     assert "TrainingFailure: update 31" in str(runs["2"].reason)
     assert "at update 30 of 2000" in str(runs["3"].reason)
@@ -55,7 +55,7 @@ def test_wrong_results_are_unreadable(tmp_path: Path, change: dict[str, Any], re
     result = json.loads((path / "result.json").read_text())
     (path / "result.json").write_text(json.dumps({**result, **change}))
     run = read_run(path)
-    assert run.state == UNREADABLE
+    assert run.state == State.UNREADABLE
     assert reason in str(run.reason)
 
 
@@ -65,11 +65,14 @@ def test_missing_and_broken_configuration(tmp_path: Path) -> None:
         ("a: [", "not valid YAML"),
         ("- 1", "not a mapping"),
         ("method: gar", "method is not a mapping"),
+        ("mixture: {tasks: 5}", "mixture.tasks is no list"),
+        ("mixture: {tasks: [rte, {train: x.csv}]}", "mixture.tasks is no list"),
+        ("seed: one", "seed is no integer"),
     ):
         (path / "config.yaml").write_text(text)
         assert reason in str(read_run(path).reason)
     (path / "config.yaml").unlink()
-    assert (read_run(path).state, find_runs([path])) == (UNREADABLE, [path])
+    assert (read_run(path).state, find_runs([path])) == (State.UNREADABLE, [path])
 
 
 def test_a_configuration_of_another_version_is_kept_as_it_is(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_a_configuration_of_another_version_is_kept_as_it_is(tmp_path: Path) -> 
     tree = yaml.safe_load((path / "config.yaml").read_text())
     (path / "config.yaml").write_text(yaml.safe_dump({**tree, "from_the_future": 1}))
     run = read_run(path)
-    assert run.state == FINISHED
+    assert run.state == State.FINISHED
     assert run.config["from_the_future"] == 1
 
 

@@ -14,7 +14,7 @@ from gar.errors import UserError
 from gar.metrics.catalogue import listed
 from gar.presets import paper
 from gar.report import Results, load
-from gar.runs.reading import FAILED, RUNNING
+from gar.runs.state import State
 from support.made_up_runs import TASKS, write_run, write_sweep
 
 ACCURACIES = {  # (mixture, method, seed): macro accuracy
@@ -174,7 +174,7 @@ def test_clip_may_differ_between_mixtures_but_not_inside_one(tmp_path):
     assert len(load(tmp_path).settings) == 2
 
 
-@pytest.mark.parametrize("state", [FAILED, RUNNING])
+@pytest.mark.parametrize("state", [State.FAILED, State.RUNNING])
 def test_only_finished_runs_define_settings_and_variants(tmp_path, state):
     write_run(tmp_path, "gar", 1, "five", tree={"optimizer": {"clip": 0.8}})
     write_run(tmp_path, "gar", 1, "six", tree={"optimizer": {"clip": 1.1}})
@@ -196,7 +196,7 @@ def test_only_finished_runs_define_settings_and_variants(tmp_path, state):
 
 def test_unfinished_runs_alone_are_named_among_themselves(tmp_path):
     for number, updates in enumerate((10, 20)):
-        write_run(tmp_path, "gar", number, tree={"optimizer": {"updates": updates}}, state=FAILED)
+        write_run(tmp_path, "gar", number, tree={"optimizer": {"updates": updates}}, state=State.FAILED)
     results = load(tmp_path)
     assert [results.label(run).setting.rsplit(", ", 1)[1] for run in results.runs] == [
         "optimizer.updates=10",
@@ -210,7 +210,7 @@ def test_runs_on_splits_of_different_sizes_are_not_pooled(tmp_path):
         result = json.loads(path.read_text())
         path.write_text(json.dumps(result | {"examples": {"rte": [rows, 20]}}))
         if seed == 2:
-            write_run(tmp_path, "gar", 9, state=FAILED)  # does not tell, and is like the others
+            write_run(tmp_path, "gar", 9, state=State.FAILED)  # does not tell, and is like the others
             assert len(load(tmp_path).settings) == 1
     assert len(load(tmp_path).settings) > 1
 
@@ -240,6 +240,48 @@ def test_a_repeated_seed_counts_once_and_is_noted(tmp_path):
     assert results.endpoints()["accuracy"].tolist() == pytest.approx([0.5])
     assert len(results.notes) == 1
     assert "different accuracies" in results.notes[0]
+
+
+def write_own(path, seed, train, digest=None):
+    """A run on a task of one's own, whose data environment.json tells by a digest."""
+    tree = {"mixture": {"name": "mine", "tasks": [{"name": "mood", "train": train, "validation": "y.csv"}]}}
+    run = write_run(path, "gar", seed, "mine", tree=tree, accuracy={"mood": 0.5})
+    if digest is not None:
+        file = run / "environment.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "data": {"mood": digest}}))
+
+
+def seeds_by_mixture(results):
+    (setting,) = results.settings
+    return {name: list(results.cell(setting, name, "GAR")) for name in results.mixtures(setting)}
+
+
+def test_own_data_are_told_apart_by_their_content(tmp_path):
+    write_own(tmp_path, 1, "here.csv", "a")
+    write_own(tmp_path, 2, "there.csv", "a")  # the same data elsewhere
+    write_own(tmp_path, 3, "here.csv", "b")  # others in their place
+    results = load(tmp_path)
+    (setting,) = results.settings
+    assert {
+        mixture: list(results.cell(setting, mixture, "GAR")) for mixture in results.mixtures(setting)
+    } == {
+        "mine": [1, 2],
+        "mine (2)": [3],
+    }
+
+
+def test_data_without_a_digest_are_told_apart_by_their_place(tmp_path):
+    write_own(tmp_path, 1, "here.csv", "a")
+    write_own(tmp_path, 2, "here.csv")  # of an older version
+    write_own(tmp_path, 3, "there.csv")
+    results = load(tmp_path)
+    (setting,) = results.settings
+    assert {
+        mixture: list(results.cell(setting, mixture, "GAR")) for mixture in results.mixtures(setting)
+    } == {
+        "mine": [1, 2],
+        "mine (2)": [3],
+    }
 
 
 def test_mixtures_of_one_name_with_other_tasks_are_kept_apart(tmp_path):

@@ -165,6 +165,18 @@ def test_the_digest_is_of_what_is_computed() -> None:
     assert digest_with(**{"optimizer.updates": 7}) != plain
 
 
+@pytest.mark.parametrize("setting", ["paper/roberta_head", INLINE])
+def test_a_method_section_without_a_name_is_gar_as_in_a_configuration(setting: Any) -> None:
+    methods = {"strong": {"coefficient": 0.5}, "gar": "gar"}
+    found = suite(settings={"own": setting}, mixtures=["five"], methods=methods)
+    strong, plain = found.combinations()
+    assert strong.tree["method"] == {**plain.tree["method"], "coefficient": 0.5}
+    assert strong.tree["optimizer"] == plain.tree["optimizer"]
+    assert "unknown key 'method.coeficient' for method gar" in refusal(
+        mixtures=["five"], methods={"own": {"coeficient": 1}}
+    )
+
+
 def test_refusals() -> None:
     assert "unknown key 'setings'; did you mean 'settings'?" in refusal(setings=1)
     assert "unknown name 'garr'" in refusal(mixtures=["five"], methods=["garr"])
@@ -173,7 +185,8 @@ def test_refusals() -> None:
         mixtures=["fife"]
     )
     assert "seeds" in refusal(seeds=[0, 0])
-    assert "seeds" in refusal(seeds=0)
+    for seeds in (0, -1, 10**30, "012", [0, "1"], [-1], 1.5, None):
+        assert "seeds: is" in refusal(seeds=seeds)
     assert "twice" in refusal(methods=["gar", "gar"])
     assert "becomes a directory" in refusal(overrides={"a/b": {}})
     assert "expected the suite's own key 'seeds'" in refusal(set={"seed": 3})

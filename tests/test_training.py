@@ -18,7 +18,7 @@ from gar.data.batches import Group, Updates
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
 from gar.features.sources import make_sources, tokenized
-from gar.methods import REGISTRY, Method, Pass, State, Update, from_config
+from gar.methods import REGISTRY, Method, MethodState, Pass, Update, from_config
 from gar.model.multitask import MultiTaskModel
 from gar.nn import expert_banks
 from gar.runs.history import History, read_lines
@@ -499,7 +499,7 @@ class Balanced(Method):
     def observes(self) -> frozenset[str]:
         return frozenset({"routing"})
 
-    def initial_state(self, model: nn.Module) -> State:
+    def initial_state(self, model: nn.Module) -> MethodState:
         (bank,) = expert_banks(model)
         bias = bank.router.add_selection_bias()
         return {"load": torch.rand_like(bias), "bias": bias, "updates": torch.zeros((), dtype=torch.int64)}
@@ -519,7 +519,7 @@ class Remembering(Method):
 
     name: ClassVar[str] = "remembering"
 
-    def initial_state(self, model: nn.Module) -> State:
+    def initial_state(self, model: nn.Module) -> MethodState:
         assert isinstance(model, MultiTaskModel)
         kept = nn.ModuleDict({"head": nn.Linear(32, 3)})
         kept.register_buffer("updates", torch.zeros(()))

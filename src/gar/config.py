@@ -246,14 +246,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        per_task = -(-self.mixture.batch_size // self.mixture.group_size)
-        groups = per_task * len(self.mixture.tasks) if self.mixture.tasks else None
-        problem = self.method.check(
-            Choices(self.experts.site, self.experts.count, self.experts.top_k, groups)
-        )
-        if problem:
-            raise ValueError(f"method.name is {self.method.name}: {problem}")
+        self.check_method(len(self.mixture.tasks) or None)
         return self
+
+    def check_method(self, tasks: int | None) -> None:
+        """Refuse a method that cannot run with these experts and ``tasks`` tasks (None: not known yet)."""
+        mixture, experts = self.mixture, self.experts
+        groups = None if tasks is None else tasks * -(-mixture.batch_size // mixture.group_size)
+        choices = Choices(experts.site, experts.count, experts.top_k, groups)
+        if problem := self.method.check(choices):
+            raise UserError(f"method.name is {self.method.name}: {problem}")
 
     def to_dict(self) -> dict[str, Any]:
         """A plain tree that YAML and JSON can hold and :func:`build` takes back unchanged."""
@@ -261,13 +263,13 @@ class Config(Section):
 
     def override(self, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
         """A copy with ``key.sub=value`` strings (or a dotted mapping) applied and checked."""
-        if not isinstance(overrides, Mapping):
-            overrides = parse_overrides(overrides)
         return build(overridden(self.to_dict(), overrides))
 
 
-def overridden(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with dotted overrides set, in place. Names come first: they reset what belongs to another."""
+def overridden(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with overrides set, in place. Names come first: they reset what belongs to another."""
+    if not isinstance(overrides, Mapping):
+        overrides = parse_overrides(overrides)
     for dotted, value in sorted(overrides.items(), key=lambda item: item[0] not in NAMING):
         set_key(tree, dotted, value)
     return tree
@@ -279,10 +281,10 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if isinstance(tree.get(section), str):  # the short form
             tree[section] = {"name": tree[section]}
     if dotted == "mixture" and isinstance(value, str):
-        value = {**(tree.get("mixture") or {}), "name": value, "tasks": []}
+        value = {**_mapping(tree.get("mixture")), "name": value, "tasks": []}
     if dotted == "method" and isinstance(value, str):
         dotted = "method.name"
-    if dotted == "method.name" and (tree.get("method") or {}).get("name") != value:
+    if dotted == "method.name" and _mapping(tree.get("method")).get("name") != value:
         tree["method"] = {}
     *parents, last = dotted.split(".")
     node = tree
@@ -292,6 +294,10 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise UserError(f"{dotted}: {'.'.join(parents[: i + 1])} is a value, not a section")
         node = child
     node[last] = value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
@@ -350,10 +356,7 @@ def load_tree(path: str | Path) -> dict[str, Any]:
 
 def load(path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
     """The configuration in a YAML file, with overrides."""
-    tree = load_tree(path)
-    if not isinstance(overrides, Mapping):
-        overrides = parse_overrides(overrides)
-    return build(overridden(tree, overrides), str(path))
+    return build(overridden(load_tree(path), overrides), str(path))
 
 
 def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
@@ -361,7 +364,9 @@ def build(tree: Mapping[str, Any], where: str = "configuration") -> Config:
 
     Plugins that the tree names are loaded first: they may bring its method.
     """
-    load_plugins(tree.get("plugins") or (), where)
+    plugins = tree.get("plugins") or ()
+    if isinstance(plugins, list | tuple) and all(isinstance(name, str) for name in plugins):
+        load_plugins(plugins, where)
     try:
         return Config.model_validate(copy.deepcopy(dict(tree)))
     except ValidationError as error:
@@ -488,9 +493,9 @@ def result_only(tree: Mapping[str, Any]) -> dict[str, Any]:
     return _of_kind(tree, Config)
 
 
-def digest(tree: Mapping[str, Any], data: Mapping[str, str] | None = None) -> str:
-    """Of what a configuration computes, its seed aside; ``data`` is the identity of its tasks' data."""
-    content = [result_only({**tree, "seed": None}), dict(data or {})]
+def digest(tree: Mapping[str, Any]) -> str:
+    """Of what a configuration computes, its seed and its data aside."""
+    content = result_only({**tree, "seed": None})
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

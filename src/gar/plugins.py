@@ -28,7 +28,7 @@ def load_plugins(names: Iterable[str], where: str = "configuration") -> list[Mod
     A name that ends in ``.py``, or that is a file or package of the working directory, is taken from there.
     """
     _load_installed()
-    return [_load(name, where) for name in ([names] if isinstance(names, str) else names)]
+    return [_load(name, where) for name in names]
 
 
 def anchored_plugin(name: object, base: Path) -> object:

@@ -12,7 +12,7 @@ import yaml
 
 from gar import metrics
 from gar.config import build
-from gar.runs.reading import FAILED, FINISHED, RUNNING
+from gar.runs.state import State
 
 TASKS = {
     "five": ["qnli", "boolq", "rte", "paws", "wic"],
@@ -64,7 +64,7 @@ def write_run(
     mixture: str = "five",
     *,
     accuracy: float | Mapping[str, float] = 0.6,
-    state: str = FINISHED,
+    state: str = State.FINISHED,
     tree: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
     evaluations: tuple[int, ...] = (),
@@ -95,10 +95,10 @@ def write_run(
     lines += [{"update": update, "evaluation": sections(shares, rng)} for update in evaluations]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (path / "history.jsonl").write_text(text + '{"update": 31, "lo', encoding="utf-8")  # cut short
-    if state == FAILED:
+    if state == State.FAILED:
         failure = {"error": "TrainingFailure", "reason": "update 31: the loss of task <b>rte</b> & co is nan"}
         (path / "failure.json").write_text(json.dumps(failure), encoding="utf-8")
-    if state == FINISHED:
+    if state == State.FINISHED:
         header = {
             "schema": 1,
             "method": method,
@@ -136,8 +136,8 @@ def write_sweep(root: Path) -> Path:
                     evaluations=(500, 1000, 1500),
                     seconds=0.1 + level / 9,
                 )
-    write_run(root, "gar", 4, "six", state=FAILED)
-    write_run(root, "gar", 5, "six", state=RUNNING)
+    write_run(root, "gar", 4, "six", state=State.FAILED)
+    write_run(root, "gar", 5, "six", state=State.RUNNING)
     write_run(root, "gar", 6, "six")
     (root / "six-gar--6" / "result.json").write_text('{"schema": 1, "accur', encoding="utf-8")
     return root

@@ -54,11 +54,10 @@ def check(
     The first mistake in the data ends it, with one line that names the file and the row.
     """
     config = configured(what, overrides, data_dir=data_dir)
-    from gar.model.backbone import (
-        load_tokenizer,  # transformers takes a while; mistakes in the data come first
-    )
-
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    # transformers takes a while; mistakes in the data come first.
+    from gar.model.backbone import load_tokenizer
+
     max_length = config.backbone.max_length
     reports = describe_mixture(mixture, load_tokenizer(config.backbone), max_length)
     if output == Format.json:

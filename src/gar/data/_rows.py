@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ class Table:
     unit: str = "line"
     head: list[Mapping[str, Any]] = field(default_factory=list, compare=False, repr=False)
 
+    def at(self, number: int) -> str:
+        """Where a row stands, for a message."""
+        return f"{self.source}, {self.unit} {number}"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -56,7 +61,7 @@ class Recipe:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that is read."""
-        return (*(column for segment in self.text for column in segment), self.label)
+        return (*itertools.chain(*self.text), self.label)
 
 
 class _Example(NamedTuple):
@@ -67,7 +72,7 @@ class _Example(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.table.source}, {self.table.unit} {self.number}"
+        return self.table.at(self.number)
 
 
 def build_task(recipe: Recipe, train: Sequence[Table], validation: Sequence[Table]) -> Task:
@@ -100,7 +105,7 @@ def _examples(recipe: Recipe, tables: Sequence[Table], split: str, notes: list[s
     examples: list[_Example] = []
     empty = unlabelled = 0
     for table in tables:
-        _check_columns(recipe, table)
+        _check_columns(table, recipe.columns)
         for example in _read(recipe, table):
             if missing := _empty_column(recipe, example):
                 if not recipe.drop_empty:
@@ -128,9 +133,9 @@ def _examples(recipe: Recipe, tables: Sequence[Table], split: str, notes: list[s
     return examples
 
 
-def _check_columns(recipe: Recipe, table: Table) -> None:
+def _check_columns(table: Table, columns: Iterable[str]) -> None:
     if table.columns is not None:
-        for column in recipe.columns:
+        for column in columns:
             if column not in table.columns:
                 raise _no_column(table.source, "column", column, table.columns)
 
@@ -141,7 +146,7 @@ def _read(recipe: Recipe, table: Table) -> Iterator[_Example]:
             table.head.append(row)
         segments = _segments(recipe.text, table, number, row)
         if recipe.label not in row:
-            raise _no_column(f"{table.source}, line {number}", "key", recipe.label, row)
+            raise _no_column(table.at(number), "key", recipe.label, row)
         yield _Example(table, number, segments, _label_name(table, number, recipe.label, row[recipe.label]))
 
 
@@ -150,34 +155,27 @@ def _segments(
 ) -> tuple[str, ...]:
     """The one or two texts of a row; a missing key or a value that is no string is refused, null is empty."""
     texts: dict[str, str] = {}
-    for column in (column for segment in text for column in segment):
+    for column in itertools.chain(*text):
         if column not in row:
-            raise _no_column(f"{table.source}, line {number}", "key", column, row)
+            raise _no_column(table.at(number), "key", column, row)
         value = row[column]
         if not isinstance(value, str) and not _is_null(value):
-            where = f"{table.source}, {table.unit} {number}"
-            raise UserError(f"{where}: column {column!r} holds {shown(value)}, expected a string")
+            raise UserError(f"{table.at(number)}: column {column!r} holds {shown(value)}, expected a string")
         texts[column] = value if isinstance(value, str) else ""
         if (problem := text_problem(texts[column])) is not None:
-            where = f"{table.source}, {table.unit} {number}"
-            raise UserError(f"{where}: column {column!r} holds {problem}")
+            raise UserError(f"{table.at(number)}: column {column!r} holds {problem}")
     return tuple(_join(texts[column] for column in segment) for segment in text)
 
 
 def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] | None]:
     """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs."""
     segments: tuple[Segment, ...] = tuple(tuple(name.split(": ")) for name in text)
-    if table.columns is not None:
-        for column in (column for segment in segments for column in segment):
-            if column not in table.columns:
-                raise _no_column(table.source, "column", column, table.columns)
+    _check_columns(table, itertools.chain(*segments))
     rows: list[tuple[str, ...]] = []
     for number, row in table.rows:
         rows.append(_segments(segments, table, number, row))
         if not all(part.strip() for part in rows[-1]):
-            raise UserError(
-                f"{table.source}, {table.unit} {number}: empty text; expected something to classify"
-            )
+            raise UserError(f"{table.at(number)}: empty text; expected something to classify")
     if not rows:
         raise UserError(f"{table.source}: no rows; expected texts to classify")
     return [row[0] for row in rows], [row[1] for row in rows] if len(segments) == 2 else None
@@ -196,7 +194,7 @@ def _label_name(table: Table, number: int, column: str, value: Any) -> str:
     if isinstance(value, str):
         if (found := unwritable(label := value.strip())) is not None:
             raise UserError(
-                f"{table.source}, {table.unit} {number}: label column {column!r} holds {shown(label)} with "
+                f"{table.at(number)}: label column {column!r} holds {shown(label)} with "
                 f"{found}; expected a label of printable characters on one line"
             )
         return label
@@ -205,8 +203,7 @@ def _label_name(table: Table, number: int, column: str, value: Any) -> str:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return str(int(value))
     raise UserError(
-        f"{table.source}, {table.unit} {number}: label column {column!r} holds {shown(value)}, "
-        "expected a string or an integer"
+        f"{table.at(number)}: label column {column!r} holds {shown(value)}, expected a string or an integer"
     )
 
 

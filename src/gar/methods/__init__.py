@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from gar.errors import UserError, nearest, one_of
 from gar.methods._rows import GradientCombination
-from gar.methods.base import Choices, Method, State
+from gar.methods.base import Choices, Method, MethodState
 from gar.methods.baseline import Baseline
 from gar.methods.cagrad import CAGrad
 from gar.methods.gar import GAR
@@ -19,7 +19,7 @@ from gar.methods.stgc import STGC
 from gar.methods.stgc_load import STGCLoad
 from gar.methods.switch_aux import SwitchAux
 from gar.methods.torchjd import TorchJD
-from gar.methods.update import GroupWeights, Pass, Site, Update, UpdateSite
+from gar.methods.update import GroupWeights, Pass, PassSite, Update, UpdateSite
 
 REGISTRY: dict[str, type[Method]] = {
     cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
@@ -94,10 +94,10 @@ __all__ = [
     "GroupWeights",
     "LoadPenalty",
     "Method",
+    "MethodState",
     "Pass",
+    "PassSite",
     "STGCLoad",
-    "Site",
-    "State",
     "SwitchAux",
     "TorchJD",
     "Update",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gar.methods.update import Pass, Update
 
 #: What a method keeps from update to update: named tensors, or a module (its ``state_dict`` is kept).
-State = dict[str, Tensor] | nn.Module
+MethodState = dict[str, Tensor] | nn.Module
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Method(BaseModel):
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""
         return None
 
-    def initial_state(self, model: nn.Module) -> State | None:
+    def initial_state(self, model: nn.Module) -> MethodState | None:
         """The state that this method keeps, made before the first update; None: it keeps none.
 
         ``model`` is the one in training, on its device (:func:`gar.nn.expert_banks` finds its experts). The

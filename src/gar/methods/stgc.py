@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gar.methods.base import Choices, Method
-from gar.methods.update import Pass, Site
+from gar.methods.update import Pass, PassSite
 from gar.objective import accurate
 
 THRESHOLD = 0.0
@@ -48,7 +48,7 @@ class STGC(Method):
         )
 
 
-def _site_loss(site: Site, pass_: Pass) -> Tensor:
+def _site_loss(site: PassSite, pass_: Pass) -> Tensor:
     conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
     away = torch.log_softmax(-site.routing.logits, -1)
     chosen = torch.where(conflict, away, torch.zeros_like(away))
@@ -61,7 +61,7 @@ def _site_loss(site: Site, pass_: Pass) -> Tensor:
 
 
 @torch.no_grad()
-def conflicts(site: Site, delta: Tensor) -> Tensor:
+def conflicts(site: PassSite, delta: Tensor) -> Tensor:
     """Conflict mask C, bool like the gates, from the derivative ``delta`` at the gated expert sum.
 
     The score of unit i at selected expert e is the mean of two cosines, of ``s B_e^T delta_ie`` and of

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gar.methods.base import Method
-from gar.methods.update import Pass, Site
+from gar.methods.update import Pass, PassSite
 from gar.observation import mean_over_units
 
 
@@ -41,7 +41,7 @@ class SwitchAux(Method):
         )
 
 
-def _balance(site: Site) -> Tensor:
+def _balance(site: PassSite) -> Tensor:
     at_head = site.routes_examples
     routing = site.routing if at_head else site.detached_routing()
     u = site.weights.task_weights if at_head else site.weights.sample_weights

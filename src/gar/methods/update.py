@@ -38,7 +38,7 @@ class GroupWeights:
 
 
 @dataclass
-class Site:
+class PassSite:
     """One expert site during one pass."""
 
     observation: SiteObservation
@@ -91,7 +91,7 @@ class Pass:
     losses: Tensor
     weights: GroupWeights
     parameters: Sequence[nn.Parameter]
-    sites: list[Site] = field(default_factory=list)
+    sites: list[PassSite] = field(default_factory=list)
     #: Room for a method's own backward, shared by the passes of one update.
     scratch: dict[str, Any] = field(default_factory=dict)
     #: What :meth:`Method.initial_state` made, as the last update left it.
@@ -107,7 +107,7 @@ class Pass:
         scratch: dict[str, Any] | None = None,
         state: Any = None,
     ) -> Pass:
-        sites = [] if observed is None else [Site(site, weights) for site in observed.sites]
+        sites = [] if observed is None else [PassSite(site, weights) for site in observed.sites]
         return cls(losses, weights, parameters, sites, {} if scratch is None else scratch, state)
 
     @property
@@ -136,7 +136,7 @@ class Pass:
 class UpdateSite:
     """One expert site over all passes of an update."""
 
-    def __init__(self, parts: Sequence[Site]) -> None:
+    def __init__(self, parts: Sequence[PassSite]) -> None:
         self.parts = parts
 
     @property

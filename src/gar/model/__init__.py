@@ -7,10 +7,11 @@ from gar.model.multitask import (
     evaluating,
     length_bucketed,
 )
-from gar.model.sites import SITES, Output, Site, SiteState, example_losses
+from gar.model.sites import SITES, Blueprint, Output, Site, SiteState, example_losses
 
 __all__ = [
     "SITES",
+    "Blueprint",
     "MultiTaskModel",
     "Output",
     "Prediction",

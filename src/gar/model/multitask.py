@@ -23,7 +23,7 @@ from gar.model._architecture import architecture, position_limit
 from gar.model._saved import CONFIG_FILE as CONFIG_FILE
 from gar.model._saved import WEIGHTS_FILE
 from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
-from gar.model.sites import SITES, Output, SiteState
+from gar.model.sites import SITES, Blueprint, Output, SiteState
 from gar.nn import RoutedExperts, RoutedHead
 from gar.version import __version__
 
@@ -96,7 +96,7 @@ class MultiTaskModel(nn.Module):
         holds = config.trainable or config.random_weights
         self._pretrained = None if holds else fingerprint(backbone)
         classes = {task.name: len(task.labels) for task in tasks}
-        self.site = SITES[experts.site](backbone, entry, config, experts, classes)
+        self.site = SITES[experts.site](Blueprint(backbone, entry, config, experts, classes))
         for name, module in self.site.modules().items():
             self.add_module(name, module)
         object.__setattr__(self, "bank", self.site.bank)  # registered by the site, alone or inside the head
@@ -232,24 +232,29 @@ class MultiTaskModel(nn.Module):
         return {k: v.detach().contiguous() for k, v in state if whole or k.split(".")[0] not in FROZEN}
 
     def load_owned_state(self, stored: Mapping[str, Tensor], where: str) -> None:
-        """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error.
+        """Fill in tensors of :meth:`owned_state`; a missing, extra or misshapen one is an error before any.
 
         Those of a model that was saved with its frozen backbone, because that was changed, may come with it.
         """
-        if any(key.endswith(".router.selection_bias") for key in stored):
-            self.bank.router.add_selection_bias()
-        own = self._state(self.saves_backbone or any(key.startswith("backbone.") for key in stored))
-        if missing := sorted(own.keys() - stored.keys()):
+        whole = self.saves_backbone or any(key.startswith("backbone.") for key in stored)
+        shapes = {key: tensor.shape for key, tensor in self._state(whole).items()}
+        router = self.bank.router
+        place = next(name for name, module in self.named_modules() if module is router)
+        if (bias := f"{place}.selection_bias") in stored:  # given by a method, after it was made
+            shapes.setdefault(bias, torch.Size([router.experts]))
+        if missing := sorted(shapes.keys() - stored.keys()):
             raise UserError(
                 f"{where}: lacks {missing[0]!r}" + (f" and {len(missing) - 1} more" * (len(missing) > 1))
             )
-        if extra := sorted(stored.keys() - own.keys()):
+        if extra := sorted(stored.keys() - shapes.keys()):
             raise UserError(f"{where}: has unknown key {extra[0]!r}")
-        for key, tensor in own.items():
-            if tensor.shape != stored[key].shape:
+        for key, shape in shapes.items():
+            if shape != stored[key].shape:
                 raise UserError(
-                    f"{where}: {key!r} has shape {tuple(stored[key].shape)}, expected {tuple(tensor.shape)}"
+                    f"{where}: {key!r} has shape {tuple(stored[key].shape)}, expected {tuple(shape)}"
                 )
+        if bias in stored:
+            router.add_selection_bias()
         self.load_state_dict(dict(stored), strict=False)
 
     # ------------------------------------------------------------------ the two halves

@@ -71,8 +71,24 @@ class Output(NamedTuple):
     routing: Routing
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """What a site is built from; ``classes`` maps a task's name to its number of labels."""
+
+    backbone: PreTrainedModel
+    entry: Architecture
+    config: BackboneConfig
+    experts: ExpertsConfig
+    classes: Mapping[str, int]
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return int(self.backbone.config.hidden_size)
+
+
 class Site(ABC):
-    """One expert site on one backbone, for tasks with ``classes`` (task name to number of labels).
+    """One expert site on one backbone.
 
     It is no module: the model registers :meth:`modules` under their own names, which are the names of saved
     weights.
@@ -80,8 +96,6 @@ class Site(ABC):
 
     #: What is routed: every token, or an example as a whole.
     unit: ClassVar[Literal["token", "example"]]
-    #: Whether all tasks share one head, which then also answers for tasks that the model was not made with.
-    shared_head: ClassVar[bool] = False
     #: Whether the experts take the place of the pretrained FFN, which then leaves the backbone.
     replaces_ffn: ClassVar[bool] = False
 
@@ -90,14 +104,7 @@ class Site(ABC):
     tail: nn.Module | None = None
 
     @abstractmethod
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        entry: Architecture,
-        config: BackboneConfig,
-        experts: ExpertsConfig,
-        classes: Mapping[str, int],
-    ) -> None: ...
+    def __init__(self, plan: Blueprint) -> None: ...
 
     @abstractmethod
     def modules(self) -> dict[str, nn.Module]:
@@ -143,38 +150,28 @@ class _FFNSite(Site):
 
     unit = "token"
 
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        entry: Architecture,
-        config: BackboneConfig,
-        experts: ExpertsConfig,
-        classes: Mapping[str, int],
-    ) -> None:
-        self._pool = partial(pool, how=config.pooling)
-        self.tail = self._find_tail(backbone, entry)
+    def __init__(self, plan: Blueprint) -> None:
+        self._pool = partial(pool, how=plan.config.pooling)
+        self.tail = self._find_tail(plan)
         self.residual_dropout = nn.Dropout(0.0)
-        self.bank = self._build(backbone, entry, config, experts)
-        layer = last_layer(backbone, entry)
+        self.bank = self._build(plan)
+        layer, entry = last_layer(plan.backbone, plan.entry), plan.entry
         self._capture = Capture(module_at(layer, entry.ffn_input), self._find_residual(layer, entry))
-        if self.tail is not None and not config.trainable:
+        if self.tail is not None and not plan.config.trainable:
             self.tail = copy.deepcopy(self.tail)  # frozen, free to have the experts' dtype
         #: A tail that is trained as a part of the backbone must not be registered twice.
-        self._own_tail = not any(self.tail is module for module in backbone.modules())
-        width = int(backbone.config.hidden_size)
-        self.heads = nn.ModuleDict({_key(task): _new_head(width, count) for task, count in classes.items()})
-        self._tasks = tuple(classes)
+        self._own_tail = not any(self.tail is module for module in plan.backbone.modules())
+        self.heads = nn.ModuleDict({_key(task): _new_head(plan.width, n) for task, n in plan.classes.items()})
+        self._tasks = tuple(plan.classes)
 
-    def _find_tail(self, backbone: PreTrainedModel, entry: Architecture) -> nn.Module | None:
+    def _find_tail(self, plan: Blueprint) -> nn.Module | None:
         raise NotImplementedError
 
     def _find_residual(self, layer: nn.Module, entry: Architecture) -> nn.Module | None:
         """The module whose input is ``base``; None where that is the last hidden state."""
         raise NotImplementedError
 
-    def _build(
-        self, backbone: PreTrainedModel, entry: Architecture, config: BackboneConfig, experts: ExpertsConfig
-    ) -> RoutedExperts:
+    def _build(self, plan: Blueprint) -> RoutedExperts:
         raise NotImplementedError
 
     def modules(self) -> dict[str, nn.Module]:
@@ -236,18 +233,15 @@ class _FFNSite(Site):
 class LoRAFFN(_FFNSite):
     """Site ``lora_ffn``: low-rank deltas added to what the final FFN module returns."""
 
-    def _find_tail(self, backbone: PreTrainedModel, entry: Architecture) -> nn.Module | None:
+    def _find_tail(self, plan: Blueprint) -> nn.Module | None:
         # An FFN module that ends in its own norm (BERT's ``output``) returns the last hidden state.
-        return None if entry.output is not None else norm_behind(backbone, entry)
+        return None if plan.entry.output is not None else norm_behind(plan.backbone, plan.entry)
 
     def _find_residual(self, layer: nn.Module, entry: Architecture) -> nn.Module | None:
         return self.tail
 
-    def _build(
-        self, backbone: PreTrainedModel, entry: Architecture, config: BackboneConfig, experts: ExpertsConfig
-    ) -> RoutedExperts:
-        width = int(backbone.config.hidden_size)
-        return RoutedLoRA(width, width, **_lora_options(experts))
+    def _build(self, plan: Blueprint) -> RoutedExperts:
+        return RoutedLoRA(plan.width, plan.width, **_lora_options(plan.experts))
 
 
 class FullFFN(_FFNSite):
@@ -255,17 +249,15 @@ class FullFFN(_FFNSite):
 
     replaces_ffn = True
 
-    def _find_tail(self, backbone: PreTrainedModel, entry: Architecture) -> nn.Module | None:
-        return norm_behind(backbone, entry)
+    def _find_tail(self, plan: Blueprint) -> nn.Module | None:
+        return norm_behind(plan.backbone, plan.entry)
 
     def _find_residual(self, layer: nn.Module, entry: Architecture) -> nn.Module | None:
         # The residual alone: after a post-norm attention that is ``x`` itself.
         return module_at(layer, entry.pre_norm or entry.ffn_input)
 
-    def _build(
-        self, backbone: PreTrainedModel, entry: Architecture, config: BackboneConfig, experts: ExpertsConfig
-    ) -> RoutedExperts:
-        dense = dense_ffn(backbone, entry)
+    def _build(self, plan: Blueprint) -> RoutedExperts:
+        dense, config, experts = dense_ffn(plan.backbone, plan.entry), plan.config, plan.experts
         if config.trainable and dense.inner_dropout:
             raise UserError(
                 f"backbone {config.name} has dropout {dense.inner_dropout} inside its FFN, which "
@@ -273,30 +265,22 @@ class FullFFN(_FFNSite):
             )
         bank = RoutedFFN.from_dense(dense.first, dense.second, dense.activation, experts.count, experts.top_k)
         self.residual_dropout.p = dense.dropout if config.trainable else 0.0
-        remove_dense_ffn(backbone, entry)
+        remove_dense_ffn(plan.backbone, plan.entry)
         return bank
 
 
 class LoRAHead(Site):
     """Site ``lora_head``: one head of the widest task for all, with low-rank deltas routed by example.
 
-    A task with fewer labels keeps its indices; the further logits take part in softmax and argmax.
+    A task with fewer labels keeps its indices; the further logits take part in softmax and argmax. The head
+    also answers for tasks that the model was not made with.
     """
 
     unit = "example"
-    shared_head = True
 
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        entry: Architecture,
-        config: BackboneConfig,
-        experts: ExpertsConfig,
-        classes: Mapping[str, int],
-    ) -> None:
-        self._pool = partial(pool, how=config.pooling)
-        width = int(backbone.config.hidden_size)
-        self.head = RoutedHead(width, max(classes.values()), **_lora_options(experts))
+    def __init__(self, plan: Blueprint) -> None:
+        self._pool = partial(pool, how=plan.config.pooling)
+        self.head = RoutedHead(plan.width, max(plan.classes.values()), **_lora_options(plan.experts))
         _initialize(self.head.base)
         self.bank = self.head.deltas
 

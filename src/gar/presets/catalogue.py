@@ -29,12 +29,11 @@ from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, registry
 from gar.errors import UserError, nearest, path_kind
-from gar.methods import Choices
 from gar.presets import paper
 
 Tree = dict[str, Any]
 
-#: Which column of the configuration tables is which key.
+#: Which column of the configuration tables is which key, for all methods.
 OPTIMIZER_FIELDS: Mapping[str, str] = {
     "optimizer.learning_rate": "learning_rate",
     "optimizer.clip": "grad_clip",
@@ -53,13 +52,23 @@ METHOD_FIELDS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+def searched(method: str) -> dict[str, str]:
+    """Configuration keys that the paper selects for a method, and their columns in its tables.
+
+    >>> searched("gar")["method.coefficient"]
+    'lambda_align'
+    """
+    own = {f"method.{field}": column for field, column in METHOD_FIELDS[method].items()}
+    return {**own, **OPTIMIZER_FIELDS}
+
+
 @dataclass(frozen=True)
 class Preset:
     """One named configuration.
 
     ``setting``, ``subject`` (a mixture or task, as the paper's tables spell it) and ``method`` say what it
-    is, ``origin`` where it comes from, ``choices`` what the paper leaves open and what was chosen, ``seeds``
-    the final runs. ``published`` has the paper's means over its seeds, by metric (keys of
+    is, ``origin`` where it comes from, ``choices`` what the paper leaves open and what was chosen.
+    ``published`` has the paper's means over its seeds, by metric (keys of
     :data:`gar.presets.paper.METRICS`), accuracies as fractions; empty for presets of our own.
     """
 
@@ -70,7 +79,6 @@ class Preset:
     origin: str
     tree: Mapping[str, Any]
     choices: Mapping[str, str]
-    seeds: tuple[int, ...]
     published: Mapping[str, str]
 
     def config(self, seed: int = 0) -> Config:
@@ -93,22 +101,22 @@ def names(pattern: str | None = None) -> list[str]:
     """
     if pattern is None:
         return list(_presets())
-    wanted = _plain(pattern)
+    wanted = _folded(pattern)
     if not any(sign in wanted for sign in "*?["):
         wanted = f"*{wanted}*"
-    return [name for name in _presets() if fnmatch.fnmatchcase(_plain(name), wanted)]
+    return [name for name in _presets() if fnmatch.fnmatchcase(_folded(name), wanted)]
 
 
 def find(name: str) -> Preset:
     """The preset called ``name``; case does not matter, ``_`` and ``-`` are one, ``sst2`` is ``SST-2``."""
-    if (known := _spellings().get(_plain(name))) is None:
+    if (known := _spellings().get(_folded(name))) is None:
         raise UserError(f"unknown preset {name!r}{_hint(name, names()) or '; `gar presets ls` lists them'}")
     return _presets()[known]
 
 
 def is_preset(name: str) -> bool:
     """Whether :func:`find` knows the name."""
-    return _plain(name) in _spellings()
+    return _folded(name) in _spellings()
 
 
 def resolve_config(what: str, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -134,11 +142,7 @@ def resolve_config(what: str, overrides: Iterable[str] | Mapping[str, Any] = ())
 def check(what: str) -> Config:
     """:func:`resolve_config`, and whether the tasks are known and the method can run with them."""
     config = resolve_config(what)
-    _, entries = resolve(config.mixture)
-    groups = -(-config.mixture.batch_size // config.mixture.group_size) * len(entries)
-    experts = config.experts
-    if problem := config.method.check(Choices(experts.site, experts.count, experts.top_k, groups)):
-        raise UserError(f"method.name is {config.method.name}: {problem}")
+    config.check_method(len(resolve(config.mixture)[1]))
     return config
 
 
@@ -190,12 +194,11 @@ def _bases() -> Tree:
 def _selected() -> Iterator[Preset]:
     for row in paper.configs():
         setting, subject, method = row[:3]
-        columns = {f"method.{field}": column for field, column in METHOD_FIELDS[method].items()}
         yield _preset(
             f"paper/{setting}/{subject}/{method}",
             setting,
             subject,
-            {"method.name": method, **_cells(row, {**columns, **OPTIMIZER_FIELDS})},
+            {"method.name": method, **_cells(row, searched(method))},
             _origin(paper.settings()[setting].config_tables),
             paper.endpoint(setting, subject, method),
         )
@@ -254,7 +257,7 @@ def _preset(
         notes |= more
     chosen = flat(tree)
     choices = {key: f"{chosen[key]}; {note}" if key in chosen else note for key, note in notes.items()}
-    return Preset(name, setting, subject, method, origin, tree, choices, tuple(bases["seeds"]), published)
+    return Preset(name, setting, subject, method, origin, tree, choices, published)
 
 
 def _cells(row: NamedTuple, columns: Mapping[str, str]) -> dict[str, float]:
@@ -270,18 +273,18 @@ def _origin(tables: str) -> str:
 
 @functools.cache
 def _spellings() -> dict[str, str]:
-    spellings = {_plain(name): name for name in _presets()}
+    spellings = {_folded(name): name for name in _presets()}
     for name, preset in _presets().items():
         if is_task(preset.subject):
-            spellings[_plain(name.replace(preset.subject, find_task(preset.subject).name))] = name
+            spellings[_folded(name.replace(preset.subject, find_task(preset.subject).name))] = name
     return spellings
 
 
-def _plain(name: str) -> str:
+def _folded(name: str) -> str:
     return name.strip("/").lower().replace("_", "-")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    start = _plain(name) + "/"
-    below = {preset[len(start) :].split("/")[0] for preset in names() if _plain(preset).startswith(start)}
+    start = _folded(name) + "/"
+    below = {preset[len(start) :].split("/")[0] for preset in names() if _folded(preset).startswith(start)}
     return f"; below it are {', '.join(sorted(below))}" if below else nearest(name, known)

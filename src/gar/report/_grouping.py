@@ -4,7 +4,8 @@
 when their configurations agree in all keys but
 
 * ``seed``, ``method`` and ``optimizer.learning_rate`` (what methods and their searches vary);
-* ``mixture.name`` and ``mixture.tasks`` (a setting has several mixtures; they are kept apart inside it);
+* ``mixture.name`` and ``mixture.tasks`` (a setting has several mixtures; they are kept apart inside it, and
+  so are those of one name with other tasks or other data, by the digests in environment.json);
 * ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for
   each mixture - but where one mixture has runs with different values, they are different settings too, and
   so are runs on splits of different sizes;
@@ -24,10 +25,10 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from gar.config import result_only
+from gar.config import flat, result_only
 from gar.data.registry import registry
 from gar.methods import REGISTRY
-from gar.runs.reading import FINISHED, Run
+from gar.runs import Run, State
 
 VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks"}
 PER_MIXTURE = {"optimizer.clip", "optimizer.weight_decay", "optimizer.epochs"}
@@ -43,24 +44,12 @@ class Names(NamedTuple):
 
 def name_runs(runs: Iterable[Run]) -> dict[Run, Names]:
     """The names of all runs that have a configuration; different settings have different names."""
-    ordered = sorted(runs, key=lambda run: run.state != FINISHED)
-    settings = _name_settings(ordered)
-    mixtures = _name_mixtures(ordered, settings)
+    ordered = sorted(runs, key=lambda run: run.state != State.FINISHED)
+    contents = _contents(ordered)
+    settings = _name_settings(ordered, contents)
+    mixtures = _name_mixtures(ordered, settings, contents)
     variants = _name_variants(ordered, settings, mixtures)
     return {run: Names(settings[run], mixtures[run], variants[run]) for run in ordered}
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys; lists stay whole.
-
-    >>> flat({"experts": {"count": 8}, "seed": 1})
-    {'experts.count': 8, 'seed': 1}
-    """
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves.update(flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return leaves
 
 
 def method_label(name: str) -> str:
@@ -95,11 +84,11 @@ def paper_setting(run: Run) -> str | None:
     return below[0] if room == "paper" and below else None
 
 
-def _name_settings(runs: Sequence[Run]) -> dict[Run, str]:
+def _name_settings(runs: Sequence[Run], contents: Mapping[Run, str]) -> dict[Run, str]:
     groups: dict[str, list[Run]] = defaultdict(list)
-    for run, key in zip(runs, _setting_keys(runs), strict=True):
+    for run, key in zip(runs, _setting_keys(runs, contents), strict=True):
         groups[key].append(run)
-    known = [key for key, members in groups.items() if members[0].state == FINISHED]
+    known = [key for key, members in groups.items() if members[0].state == State.FINISHED]
     names = {key: _base_name(_defining(members)) for key, members in groups.items()}
     shown = {key: _leaves(members[0], VARIED) for key, members in groups.items()}
     named = {}
@@ -110,15 +99,15 @@ def _name_settings(runs: Sequence[Run]) -> dict[Run, str]:
     return named
 
 
-def _setting_keys(runs: Sequence[Run]) -> list[str]:
+def _setting_keys(runs: Sequence[Run], contents: Mapping[Run, str]) -> list[str]:
     """Equal for runs of one setting. Keys chosen by mixture count where one mixture has several values."""
     table = pd.DataFrame(
         {
             "key": [_text(_leaves(run, VARIED | PER_MIXTURE)) for run in runs],
-            "mixture": [_identity(run) for run in runs],
+            "mixture": [contents[run] for run in runs],
             "chosen": [_text([flat(run.config).get(key) for key in sorted(PER_MIXTURE)]) for run in runs],
             "examples": [_text(run.result.get("examples") or None) for run in runs],
-            "finished": [run.state == FINISHED for run in runs],
+            "finished": [run.state == State.FINISHED for run in runs],
         },
         dtype=object,
     )
@@ -132,16 +121,16 @@ def _setting_keys(runs: Sequence[Run]) -> list[str]:
     return [key + (kind if key in split else "") for key, kind in zip(table["key"], kinds, strict=True)]
 
 
-def _name_mixtures(runs: Sequence[Run], settings: Mapping[Run, str]) -> dict[Run, str]:
-    """The mixture of every run; equal names for different tasks or data files get a number."""
-    seen: dict[tuple[str, str], list[str]] = defaultdict(list)
+def _name_mixtures(
+    runs: Sequence[Run], settings: Mapping[Run, str], contents: Mapping[Run, str]
+) -> dict[Run, str]:
+    """The mixture of every run; equal names for other tasks or data get a number."""
+    seen: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     named = {}
     for run in runs:
-        name, identity = mixture_of(run), _identity(run)
-        contents = seen[settings[run], name]
-        if identity not in contents:
-            contents.append(identity)
-        number = contents.index(identity) + 1
+        name = mixture_of(run)
+        numbers = seen[settings[run], name]
+        number = numbers.setdefault(contents[run], len(numbers) + 1)
         named[run] = name if number == 1 else f"{name} ({number})"
     return named
 
@@ -167,7 +156,7 @@ def _name_variants(
 
 
 def _defining(members: Sequence[Run]) -> Sequence[Run]:
-    return [run for run in members if run.state == FINISHED] or members
+    return [run for run in members if run.state == State.FINISHED] or members
 
 
 def _leaves(run: Run, without: Collection[str]) -> dict[str, Any]:
@@ -179,11 +168,28 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _identity(run: Run) -> str:
-    """A mixture's name, tasks and, for a user's own tasks, where their data come from."""
-    mixture = run.config.get("mixture") or {}
-    tasks = mixture.get("tasks") or registry().mixtures.get(str(mixture.get("name")), ())
-    return _text([mixture_of(run), list(tasks)])
+def _contents(runs: Sequence[Run]) -> dict[Run, str]:
+    """What a run's mixture is: its name, its tasks and, wherever the files lie, the digests of their data.
+
+    A run that tells no digests (of a version before 0.2) has those of the others on the same files, if these
+    agree; else the paths stand for the data.
+    """
+    places = {run: _text([mixture_of(run), _tasks(run.config)]) for run in runs}
+    told = {run: _text(data) for run in runs if (data := run.environment.get("data"))}
+    known: dict[str, set[str]] = defaultdict(set)
+    for run, data in told.items():
+        known[places[run]].add(data)
+    found = {}
+    for run in runs:
+        digests = {told[run]} if run in told else known[places[run]]
+        content = [mixture_of(run), _tasks(result_only(run.config)), *digests]
+        found[run] = _text(content) if len(digests) == 1 else places[run]
+    return found
+
+
+def _tasks(config: Mapping[str, Any]) -> list[Any]:
+    mixture = config.get("mixture") or {}
+    return list(mixture.get("tasks") or registry().mixtures.get(str(mixture.get("name")), ()))
 
 
 def _base_name(members: Sequence[Run]) -> str:

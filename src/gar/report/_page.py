@@ -102,9 +102,8 @@ def build_page(results: Results, common_seeds: bool = False) -> Page:
     for run, said in results.collapses:
         _, mixture, variant = results.label(run)
         collapses.append(f"{variant} on {mixture}, seed {run.result['seed']} ({run.path}): {said}.")
-    states = pd.Series([run.state for run in results.runs]).value_counts().sort_index()
-    summary = ", ".join(f"{count} {state}" for state, count in states.items())
-    return Page(summary, sections, tables.problems(results), collapses, results.notes, endpoints, compared)
+    problems = tables.problems(results)
+    return Page(results.summary, sections, problems, collapses, results.notes, endpoints, compared)
 
 
 def _blocks(

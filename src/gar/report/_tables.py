@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from gar.config import flat
 from gar.metrics import METRICS, OBJECTIVES, Metric, population_std
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
@@ -191,9 +192,9 @@ def configurations(results: Results, setting: str) -> Table:
                     "mixture": mixture,
                     "method": variant,
                     "hyper-parameters": ", ".join(f"{key}={value}" for key, value in own.items()) or "none",
-                    "learning rate": _plain(optimizer.get("learning_rate")),
-                    "clip": _plain(optimizer.get("clip")),
-                    "weight decay": _plain(optimizer.get("weight_decay")),
+                    "learning rate": _number(optimizer.get("learning_rate")),
+                    "clip": _number(optimizer.get("clip")),
+                    "weight decay": _number(optimizer.get("weight_decay")),
                     "updates": int(run.result.get("updates", 0)),
                     "seeds": ", ".join(map(str, cell)),
                     "preset": ", ".join(sorted({str(r.config.get("preset") or "–") for r in cell.values()})),
@@ -205,7 +206,7 @@ def configurations(results: Results, setting: str) -> Table:
 def records(results: Results, setting: str) -> list[Table]:
     """What all finished runs of a setting share, the software and devices behind them, and their places."""
     runs = [run for run in results.members(setting) if run.result]
-    trees = [grouping.flat(run.config) for run in runs]
+    trees = [flat(run.config) for run in runs]
     keys = [key for key in trees[0] if all(tree.get(key) == trees[0][key] for tree in trees)]
     shared = [Row({"key": key, "value": str(trees[0][key])}) for key in keys]
     found = pd.DataFrame(map(_versions, runs)).value_counts(sort=False, dropna=False).reset_index(name="runs")
@@ -263,7 +264,7 @@ def _task_cell(shares: pd.Series[float] | None) -> Cell:
     return Cell(f"{100 * fmean(values):.2f}{spread}", 100 * fmean(values))
 
 
-def _plain(value: Any) -> Cell:
+def _number(value: Any) -> Cell:
     return Cell(f"{value:g}", float(value)) if isinstance(value, int | float) else Cell("–")
 
 

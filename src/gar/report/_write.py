@@ -45,7 +45,7 @@ def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> 
     with _writing(out):
         for name, text in contents.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).write_text(text, encoding="utf-8")
+            write_text(out / name, text)
     return {name: out / name for name in contents}
 
 

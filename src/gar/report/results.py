@@ -8,6 +8,7 @@ Nothing is left out silently: what could not be averaged or paired has a ``note`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from gar.config import flat
 from gar.errors import UserError, nearest
 from gar.methods import REGISTRY
 from gar.metrics import (
@@ -29,7 +31,7 @@ from gar.metrics import (
 )
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
-from gar.runs.reading import FINISHED, Run, find_runs, read_run
+from gar.runs import Run, State, find_runs, read_run
 
 BINS = {"5–6 tasks": (5, 6), "7–8 tasks": (7, 8)}
 
@@ -63,8 +65,13 @@ class Results:
         self._by_seed: dict[tuple[str, Scope], dict[str, pd.DataFrame]] = {}
 
     def __repr__(self) -> str:
-        states = pd.Series([run.state for run in self.runs], dtype=object).value_counts()
-        return f"Results({', '.join(f'{count} {state}' for state, count in states.items())})"
+        return f"Results({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """How many runs are in which state, the most common one first."""
+        counts = Counter(run.state for run in self.runs).most_common()
+        return ", ".join(f"{count} {state}" for state, count in counts)
 
     # -- what there is ---------------------------------------------------------------------------------
 
@@ -102,7 +109,7 @@ class Results:
     def _finished(self) -> pd.DataFrame:
         """The rows of the finished runs, with the run itself."""
         rows = self.frame.assign(run=pd.Series(self.runs, dtype=object))
-        return rows[rows["state"] == FINISHED].astype({"seed": int})
+        return rows[rows["state"] == State.FINISHED].astype({"seed": int})
 
     @cached_property
     def counted(self) -> pd.DataFrame:
@@ -191,8 +198,8 @@ class Results:
 
     @property
     def problems(self) -> list[Run]:
-        """Runs that are not finished: running, failed or unreadable, each with its reason."""
-        return [run for run in self.runs if run.state != FINISHED]
+        """Runs that are not finished, each with its reason."""
+        return [run for run in self.runs if run.state != State.FINISHED]
 
     @cached_property
     def histories(self) -> pd.DataFrame:
@@ -374,7 +381,7 @@ class Results:
             if run is not other
         ]
         for setting, members in self.counted.groupby("setting"):
-            environments = [grouping.flat(run.environment) for run in members["run"]]
+            environments = [flat(run.environment) for run in members["run"]]
             for key in ("gar", "commit", "libraries.torch", "libraries.transformers", "device_name"):
                 values = sorted({str(environment.get(key)) for environment in environments})
                 if len(values) > 1:

@@ -82,9 +82,8 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", here.name
-        )  # installed inside another project, its commit says nothing
+        # Installed inside another project, that one's commit says nothing.
+        git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None

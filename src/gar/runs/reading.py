@@ -19,8 +19,6 @@ from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, R
 from gar.runs.result import check_files, read_result
 from gar.runs.state import State, is_locked
 
-FINISHED, FAILED, RUNNING, UNREADABLE = State.FINISHED, State.FAILED, State.RUNNING, State.UNREADABLE
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -141,10 +139,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     for section in ("backbone", "experts", "method", "mixture", "optimizer"):
         if not isinstance(tree.get(section, {}), dict):
             raise ValueError(f"{CONFIG}: {section} is not a mapping")
+    tasks = (tree.get("mixture") or {}).get("tasks") or []
+    if not isinstance(tasks, list) or not all(isinstance(t, str) or _has_name(t) for t in tasks):
+        raise ValueError(f"{CONFIG}: mixture.tasks is no list of names and tasks")
+    if not isinstance(tree.get("seed", 0), int):
+        raise ValueError(f"{CONFIG}: seed is no integer")
     try:
         return build(tree).to_dict()  # keys that an older version did not write get their defaults
     except UserError:
         return tree  # of a version that knows other keys; compared as it is
+
+
+def _has_name(task: Any) -> bool:
+    return isinstance(task, dict) and isinstance(task.get("name"), str)
 
 
 def _is_sections(value: Any) -> bool:

@@ -33,12 +33,12 @@ def state_of(directory: Path) -> State:
     return State.UNFINISHED if (directory / CONFIG).is_file() else State.NEW
 
 
-def is_locked(directory: Path, lock: str = LOCK) -> bool:
+def is_locked(directory: Path) -> bool:
     """Whether a living process holds the directory."""
-    if not (directory / lock).is_file():
+    if not (directory / LOCK).is_file():
         return False
     try:
-        with FileLock(directory / lock).acquire(timeout=0):
+        with FileLock(directory / LOCK).acquire(timeout=0):
             return False
     except Timeout:
         return True

@@ -45,9 +45,8 @@ class Tracker:
         make = getattr(importlib.import_module("accelerate.tracking"), class_name)
         self._tracker = make(**_options(tracking, directory.resolve()))
         self._tracker.start()
-        if (
-            config is not None and tracking != "tensorboard"
-        ):  # whose table of hyper-parameters needs final metrics
+        # TensorBoard's table of hyper-parameters needs final metrics.
+        if config is not None and tracking != "tensorboard":
             self._tracker.store_init_configuration(_flat(config, ".", texts=True))
 
     def log(self, update: int, values: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -56,9 +55,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.console.is_terminal:
             self._live.stop()
 

@@ -32,7 +32,7 @@ from gar.config import set_key
 from gar.data.load import resolve
 from gar.errors import UserError, one_of
 from gar.presets import paper
-from gar.presets.catalogue import METHOD_FIELDS
+from gar.presets.catalogue import searched
 from gar.runs import DamagedFile, State, read_result, state_of
 from gar.runs.files import read_json, write_json, write_text
 from gar.runs.names import FAILURE
@@ -44,13 +44,6 @@ from gar.sweeps.sweep import Outcome, carry_out, make_plan
 
 Values = dict[str, float]
 
-#: Coordinates that every method has, and the configuration keys behind them; a method's own coordinates are
-#: in :data:`gar.presets.catalogue.METHOD_FIELDS`.
-OPTIMIZER_KEYS = {
-    "learning_rate": "optimizer.learning_rate",
-    "grad_clip": "optimizer.clip",
-    "weight_decay": "optimizer.weight_decay",
-}
 FIRST_SEED = 1000
 #: The folder of a method's candidates. Reports pass hidden folders over: scores on the probe are no results.
 CANDIDATES = ".candidates"
@@ -111,7 +104,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Space:
-    """What the search of one method varies, and the key of each coordinate."""
+    """What the search of one method varies, and the configuration key of each coordinate."""
 
     method: str
     coordinates: tuple[Coordinate, ...]
@@ -125,13 +118,12 @@ def space(method: str) -> Space:
     protocol = paper.hpo()
     if method not in protocol["methods"]:
         raise one_of("--method", method, protocol["methods"])
-    columns = {column: f"method.{name}" for name, column in METHOD_FIELDS[method].items()}
     coordinates = []
     for name in protocol["methods"][method]["free"]:
         entry = protocol["coordinates"][name]
         coordinates.append(Coordinate(name, entry["low"], entry["high"], entry["scale"], entry["candidates"]))
     inherited = [] if method == "baseline" else protocol["inherited_from_baseline"]
-    keys = {**OPTIMIZER_KEYS, **columns}
+    keys = {column: key for key, column in searched(method).items()}
     return Space(method, tuple(coordinates), keys, tuple(inherited))
 
 
@@ -245,7 +237,9 @@ def search_method(
             f"search {method}: {', '.join(missing)} come from Baseline, which has to be searched first"
         )
     locked = {name: (inherited or {})[name] for name in where.inherited}
-    scorer = _Scorer(base, where, locked, measure, out, (setting, mixture), seed, budget or Budget())
+    budget = budget or Budget()
+    seeds = range(FIRST_SEED + seed * budget.seeds, FIRST_SEED + (seed + 1) * budget.seeds)
+    scorer = _Scorer(base, where, locked, measure, out, (setting, mixture), seeds, budget)
     current: Values = {coordinate.name: coordinate.middle for coordinate in where.coordinates}
     steps: list[Compared] = []
     for coordinate in where.coordinates:
@@ -275,25 +269,20 @@ def search_method(
     return found
 
 
+@dataclass
 class _Scorer:
     """Scores candidates by their runs, those that are there already included."""
 
-    def __init__(
-        self,
-        base: Tree,
-        where: Space,
-        locked: Values,
-        measure: Measure,
-        out: Path,
-        place: tuple[str, str],
-        seed: int,
-        budget: Budget,
-    ) -> None:
-        self.base, self.where, self.locked = base, where, locked
-        self.measure, self.out, self.place = measure, out, place
-        self.seeds = [FIRST_SEED + seed * budget.seeds + i for i in range(budget.seeds)]
-        self.budget = budget
-        self.problems: dict[str, str] = {}
+    base: Tree
+    where: Space
+    locked: Values
+    measure: Measure
+    out: Path
+    #: The setting and the mixture.
+    place: tuple[str, str]
+    seeds: Sequence[int]
+    budget: Budget
+    problems: dict[str, str] = field(default_factory=dict)
 
     def compare(self, stage: str, candidates: list[Values]) -> Compared:
         """Run the candidates, each once, and read their scores."""
@@ -311,7 +300,7 @@ class _Scorer:
         content = [
             found.digest,
             found.data,
-            self.seeds,
+            list(self.seeds),
             paper.hpo()["candidate_evaluation"]["probe_fraction"],
         ]
         key = hashlib.blake2b(json.dumps(content).encode(), digest_size=12).hexdigest()

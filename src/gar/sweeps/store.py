@@ -20,13 +20,13 @@ from gar.config import digest
 from gar.errors import UserError
 from gar.runs.directory import first_difference, stored_config, write_failure
 from gar.runs.files import read_json, write_json, write_text
-from gar.runs.names import CHECKPOINTS, CONFIG, ENVIRONMENT, FAILURE, HISTORY, LOG
+from gar.runs.names import CHECKPOINTS, CONFIG, ENVIRONMENT, FAILURE, HISTORY, LOCK, LOG
 from gar.runs.state import is_locked
 from gar.sweeps.suite import PlannedRun
 
-RECORD, SWEEP, LOCK = "sweep.json", ".sweep", "lock"
+RECORD, SWEEP = "sweep.json", ".sweep"
 #: Of sweep.json. Digests of another schema mean something else; the run's configuration is compared then.
-SCHEMA = 2
+SCHEMA = 3
 
 
 def difference(directory: Path, run: PlannedRun) -> str | None:
@@ -130,7 +130,7 @@ def write_running(out: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
 
 def running(out: Path) -> dict[str, dict[str, Any]]:
     """What the sweep that holds the directory says to be running; nothing where none does."""
-    if not is_locked(out / SWEEP, LOCK):
+    if not is_locked(out / SWEEP):
         return {}
     runs: dict[str, dict[str, Any]] = (read_json(out / SWEEP / "running.json") or {}).get("runs", {})
     return runs

@@ -30,8 +30,8 @@ from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_k
 from gar.data import identity
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, unknown_name
-from gar.errors import UserError, nearest, one_of, path_kind, real_path, user_path
-from gar.methods import REGISTRY
+from gar.errors import UserError, one_of, path_kind, real_path, user_path
+from gar.methods import from_config
 from gar.presets import catalogue as presets
 from gar.runs.names import path_part
 
@@ -39,6 +39,7 @@ Tree = dict[str, Any]
 
 #: Updates between checkpoints where neither configuration nor suite asks for any: a sweep survives a crash.
 CHECKPOINT_EVERY = 200
+MANY_SEEDS = 100_000  # a larger count is a mistake
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -83,10 +84,13 @@ class SuiteFile(BaseModel):
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_of_seeds(cls, value: Any) -> Any:
-        value = range(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        if not value or len(set(value)) < len(value) or any(not isinstance(s, int) or s < 0 for s in value):
+        seeds = value
+        if isinstance(value, int) and not isinstance(value, bool):
+            seeds = range(value) if value <= MANY_SEEDS else ()
+        right = isinstance(seeds, list | tuple | range) and all(isinstance(s, int) and s >= 0 for s in seeds)
+        if not right or not seeds or len(set(seeds)) < len(seeds):
             raise ValueError(f"is {value!r}; expected a positive count, or distinct seeds from 0 upwards")
-        return tuple(value)
+        return tuple(seeds)
 
     @field_validator("settings", "mixtures", "methods", "overrides")
     @classmethod
@@ -238,7 +242,7 @@ class Suite:
         return tree
 
     def _preset_base(self, setting: str, mixture: str, method: str | Tree) -> Tree:
-        word = method if isinstance(method, str) else method.get("name", "baseline")
+        word = method if isinstance(method, str) else from_config(method).name
         name = f"{self._prefix(setting)}/{self._mixture(mixture)}/{word}"
         tree = presets.find(name).config().to_dict()
         if not isinstance(method, str):
@@ -288,38 +292,23 @@ def build_suite(tree: Tree, name: str, directory: Path, where: str = "suite") ->
     try:
         file = SuiteFile.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from None
+        raise UserError(f"{where}: {explain(error, SuiteFile)}") from None
     try:
-        file = file.model_copy(
-            update={
-                "set": _anchored(file.set, directory),
-                "overrides": {key: _anchored(value, directory) for key, value in file.overrides.items()},
-                "mixtures": None
-                if file.mixtures is None
-                else {
-                    key: value
-                    if isinstance(value, str)
-                    else _anchored({"mixture": value}, directory)["mixture"]
-                    for key, value in file.mixtures.items()
-                },
-            }
-        )
+        anchored = {
+            "set": _anchored(file.set, directory),
+            "overrides": {key: _anchored(value, directory) for key, value in file.overrides.items()},
+            "mixtures": file.mixtures
+            and {
+                key: value if isinstance(value, str) else _anchored({"mixture": value}, directory)["mixture"]
+                for key, value in file.mixtures.items()
+            },
+        }
+        file = file.model_copy(update=anchored)
         suite = Suite(name, file, {key: _base(value, directory) for key, value in file.settings.items()}, {})
         _check_names(suite)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return suite
-
-
-def _explain(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    if problem["type"] == "extra_forbidden":
-        key = str(problem["loc"][0])
-        known = SuiteFile.model_fields
-        return f"unknown key {key!r}{nearest(key, known) or '; known keys: ' + ', '.join(known)}"
-    if problem["type"] == "value_error":
-        return f"{problem['loc'][0]}: {str(problem['msg']).removeprefix('Value error, ')}"
-    return explain(error, SuiteFile)
 
 
 def _base(setting: str | Tree, directory: Path) -> Tree | None:
@@ -362,10 +351,8 @@ def _put_mixture(tree: Tree, name: str, mixture: str | Tree) -> None:
 
 
 def _check_names(suite: Suite) -> None:
-    """Every mixture, method and preset is known. Whether they fit together, the single run finds out."""
+    """Every mixture, method and preset is valid. Whether they fit together, the single run finds out."""
     for setting in suite.file.settings:
         for mixture in suite.mixtures(setting):
             for method in suite.methods(setting, mixture):
-                name = suite.base(setting, mixture, method).get("method", {}).get("name", "baseline")
-                if name not in REGISTRY:
-                    raise one_of("methods", name, REGISTRY)
+                from_config(suite.base(setting, mixture, method)["method"])

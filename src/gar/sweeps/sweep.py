@@ -96,7 +96,7 @@ def make_plan(suite: Runs, out: Path, retry_failed: bool = False) -> Plan:
                 combination.tree  # noqa: B018
                 valid += 1
             except UserError as error:
-                plan.refused[combination.id] = _about(combination.id, error)
+                plan.refused[combination.id] = str(error).removeprefix(f"{combination.id}: ")
         directory = out / run.id
         state = state_of(directory)
         plan.cells.setdefault(key[:2], Counter())[state] += 1
@@ -189,10 +189,6 @@ def _jobs(plan: Plan, keep_models: bool, view: View, outcome: Outcome) -> Iterat
             continue
         store.begin(directory, run, retry=state is State.FAILED)
         yield Job(run.id, run.tree(), directory.resolve(), probe=run.probe, keep_model=keep_models)
-
-
-def _about(name: str, error: UserError) -> str:
-    return str(error).removeprefix(f"{name}: ")
 
 
 # ---------------------------------------------------------------------- status

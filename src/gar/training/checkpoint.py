@@ -7,7 +7,6 @@ is renamed into place when it is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gar.errors import UserError
-from gar.methods import State
+from gar.methods import MethodState
 from gar.model.multitask import MultiTaskModel
 from gar.runs.directory import checkpoints
-from gar.runs.files import checksum, sync
+from gar.runs.files import checksum, checksum_of, sync
 
 MODEL, OPTIMIZER, METHOD = "model.safetensors", "optimizer.safetensors", "method.safetensors"
 STATE = "state.json"
@@ -37,7 +36,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
     keep: int,
-    kept: State | None = None,
+    kept: MethodState | None = None,
 ) -> Path:
     """Write the state after ``update`` updates; ``facts`` is JSON that comes back from :func:`load`.
 
@@ -81,7 +80,7 @@ def load(
     model: MultiTaskModel,
     optimizer: torch.optim.Optimizer,
     warn: Callable[[str], None],
-    kept: State | None = None,
+    kept: MethodState | None = None,
 ) -> dict[str, Any] | None:
     """Restore the newest intact checkpoint; its ``{"update", "facts"}``, or None without any.
 
@@ -115,7 +114,7 @@ def load(
     return None
 
 
-def state_tensors(kept: State | None) -> dict[str, Tensor]:
+def state_tensors(kept: MethodState | None) -> dict[str, Tensor]:
     """The tensors that a method keeps, by name, as they are (not copies)."""
     if isinstance(kept, nn.Module):
         return dict(kept.state_dict(keep_vars=True))
@@ -133,7 +132,7 @@ def _told(error: Exception) -> str:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return checksum_of(json.dumps(state, sort_keys=True).encode())
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
