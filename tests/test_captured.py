@@ -15,6 +15,7 @@ from gar.features.sources import CachedSource, Table, make_sources
 from gar.methods import REGISTRY, Method, MethodState, Update, from_config
 from gar.nn import expert_banks
 from gar.training import captured as module
+from gar.training import checkpoint
 from gar.training import updater as updater_module
 from gar.training.captured import CapturedUpdates
 from gar.training.loop import blocks
@@ -205,3 +206,29 @@ def test_graphs_have_the_bits_of_the_same_kernels_launched_singly(world: Path) -
         assert bool(captured._captured) == graphs
         found.append(weights(updater.model))
     assert same_bits(*found)
+
+
+@GPU
+@pytest.mark.parametrize("stop", [50, 130])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(world: Path, tmp_path: Path, stop: int) -> None:
+    """Blocks and the first use of every shape fall elsewhere in it."""
+    config = config_of(world, "cuda", optimizer__updates=200, method=Counting(), backbone__dtype="float32")
+    _, whole = made(config)
+    expected = list(whole.block(0, 200))
+    updater, captured = made(config)
+    list(captured.block(0, stop))
+    kept = checkpoint.save(tmp_path, stop, updater.model, updater.optimizer, {}, 1, updater.state)
+    assert kept.name == f"{stop:08d}"
+    updater, captured = made(config)
+    loaded = checkpoint.load(tmp_path, updater.model, updater.optimizer, print, updater.state)
+    assert loaded is not None
+    assert list(captured.block(stop, 200)) == expected[stop:]
+    assert same_bits(weights(updater.model), weights(whole.updater.model))
+
+
+@GPU
+def test_float32_updates_are_the_uncaptured_ones_to_rounding(world: Path) -> None:
+    config = config_of(world, "cuda", backbone__dtype="float32", method={"name": "gar", "coefficient": 1.0})
+    plain, _ = made(config)
+    _, captured = made(config)
+    assert close(list(captured.block(0, 1)), list(plain.block(0, 1)), 1e-5)
