@@ -52,6 +52,17 @@ def test_the_script_of_the_methods(tmp_path: Path) -> None:
     )
 
 
+def test_the_script_of_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"backbone": {"name": "minilm", "max_length": 8}, "mixture": {"batch_size": 2, "group_size": 2}}
+    module = script("precision.py")
+    base = {**tree, "experts": {"dropout": 0.0}, "method": {"name": "gar", "coefficient": 1.0}}
+    cells = [line.split(" | ") for line in module["lines"](configuration.build(base), CPU)]
+    assert [cell[0] for cell in cells] == ["float32", "tf32", "bfloat16"]
+    assert cells[1][1] == "computes as float32 here"
+    errors = [float(cells[n][1].split(" ")[0]) for n in (0, 2)]
+    assert 0 < errors[0] < 1e-4 < 1e-3 < errors[1] < 0.2
+
+
 def test_bench_names_the_architectures_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "step", "--model", "minilmm"]) == 2
     assert "did you mean 'minilm'" in capsys.readouterr().err

@@ -350,7 +350,7 @@ def test_nothing_is_defaulted(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [
-        ("precision", "float16", "precision is 'float16'; expected 'float32' or 'bfloat16'"),
+        ("precision", "float16", "precision is 'float16'; expected 'float32', 'tf32' or 'bfloat16'"),
         ("precision", "float23", "did you mean 'float32'"),
         ("format", "gar-multitask-modem", "expected 'gar-multitask-model'"),
         ("gar_version", 2, "gar_version is 2; input should be a valid string"),
@@ -918,7 +918,7 @@ def test_a_model_describes_itself(directories: Directories, site: str) -> None:
     }
     assert Config.model_validate(model.description).experts.site == site
     with pytest.raises(
-        UserError, match="precision: unknown name 'float16'; expected one of float32, bfloat16"
+        UserError, match="precision: unknown name 'float16'; expected one of float32, tf32, bfloat16"
     ):
         make_model(directories["bert"], site, precision="float16")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import gar
+from gar.objective import gram_matrix
 from support import oracles
 
 SHAPES = [(1, 1, 3), (1, 4, 3), (6, 1, 5), (5, 3, 7), (9, 2, 4), (3, 8, 2), (16, 4, 30), (40, 3, 5)]
@@ -216,6 +217,14 @@ def test_half_probabilities_keep_their_entropy() -> None:
     entropy = gar.alignment_loss(p, 0 * g, entropy_weight=1.0)
     expected = oracles.alignment_loss(p, 0 * g.double(), tau=1.0)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(7, 3), (6, 3), (2, 3), (1, 1), (20_000, 4096)])
+def test_gram_matrix_by_blocks_of_columns(size: int, columns: int) -> None:
+    rows = torch.randn(5, size, dtype=torch.float64)
+    assert torch.allclose(gram_matrix(rows, columns), rows @ rows.T, rtol=1e-12, atol=1e-12)
+    strided = torch.randn(5, 2 * size + 1, dtype=torch.float64)[:, 1 : size + 1]
+    assert torch.allclose(gram_matrix(strided, columns), strided @ strided.T, rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_does_not_lower_the_precision() -> None:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gar.precision import full_precision, matmul
+
 EPS = 1e-8
+#: Parameters of an observation from which on a GPU takes the Gram matrix.
+LONG = 1 << 20
 
 
 def accurate(x: Tensor) -> Tensor:
@@ -37,7 +41,8 @@ def association(
     >>> round(float(association(pairs, gram=gram)), 4)
     2.9
     """
-    with _full_precision(probabilities):
+    # A user's autocast or TF32 around the whole step must not lower the objective's precision.
+    with torch.autocast(probabilities.device.type, enabled=False):
         mass = _squared_aggregates(probabilities, gradients, gram)
         if normalize:
             load = probabilities.to(mass.dtype).sum(0)
@@ -85,7 +90,7 @@ def marginal_scores(
     """
     _check(probabilities)
     probabilities = probabilities.detach()
-    with _full_precision(probabilities):
+    with full_precision(probabilities.device):
         if gram is None:
             gradients = _observations(probabilities, gradients)
             probabilities = probabilities.to(gradients.dtype)
@@ -107,13 +112,24 @@ def _squared_aggregates(probabilities: Tensor, gradients: Tensor | None, gram: T
     _check(probabilities)
     if gram is None:
         gradients = _observations(probabilities, gradients)
-        if len(gradients) >= 2 * probabilities.shape[1]:  # forward and backward against one Gram
-            return (probabilities.to(gradients.dtype).T @ gradients).square().sum(1)
-        gram = gradients @ gradients.T
+        # Forward and backward against one Gram; where reading long rows is all that counts, that is the Gram.
+        long = gradients.device.type == "cuda" and gradients.shape[1] >= LONG
+        if len(gradients) >= 2 * probabilities.shape[1] and not long:
+            return matmul(probabilities.to(gradients.dtype).T, gradients).square().sum(1)
+        gram = gram_matrix(gradients) if long else matmul(gradients, gradients.T)
     else:
         gram = _gram(probabilities, gradients, gram)
     p = probabilities.to(gram.dtype)
-    return (p * (gram @ p)).sum(0)
+    return (p * matmul(gram, p)).sum(0)
+
+
+def gram_matrix(rows: Tensor, columns: int = 4096) -> Tensor:
+    """``R R^T`` [M, M] of few long rows [M, d], blocks of columns side by side; without a gradient."""
+    rows, whole = rows.detach(), rows.shape[1] // columns
+    with full_precision(rows.device):
+        parts = rows[:, : whole * columns].unflatten(1, (whole, columns)).transpose(0, 1)
+        rest = rows[:, whole * columns :]
+        return torch.bmm(parts, parts.transpose(1, 2)).sum(0) + rest @ rest.T
 
 
 def _check(probabilities: Tensor) -> None:
@@ -125,11 +141,6 @@ def _over_load(value: Tensor, load: Tensor) -> Tensor:
     """``value / load``, and 0 for an unused expert where eps is 0."""
     used = load > 0
     return torch.where(used, value / torch.where(used, load, torch.ones_like(load)), torch.zeros_like(value))
-
-
-def _full_precision(like: Tensor) -> torch.autocast:
-    # A user's autocast around the whole step must not lower the objective's precision.
-    return torch.autocast(like.device.type, enabled=False)
 
 
 def _observations(probabilities: Tensor, gradients: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from gar.precision import linear
 
 ROUTER_STD = 0.02
 
@@ -82,7 +83,7 @@ def mean_over_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Router(nn.Module):
-    """One linear map from the routing input to E logits, in float32 even under autocast.
+    """One linear map from the routing input to E logits, in float32 even under autocast and TF32.
 
     ``top_k=1`` gives the straight-through gate, except with a single expert, whose gate is always 1.
     Weights start as N(0, 0.02^2), the bias as zero: a zero router would tie every top-k.
@@ -119,7 +120,7 @@ class Router(nn.Module):
         """Route units [..., features]; ``mask`` [...] marks the valid ones."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logits = functional.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
+            logits = linear(x.to(wide), self.weight.to(wide), self.bias.to(wide))
             return self.gate(logits, mask)
 
     def gate(self, logits: Tensor, mask: Tensor | None = None) -> Routing:

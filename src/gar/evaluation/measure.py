@@ -150,7 +150,7 @@ def _batch_gradients(
     with torch.no_grad():  # what lies below the experts has no part in their gradients
         state = source.state([(t, batch)])
     labels = source.labels[t][torch.from_numpy(batch).to(model.device)]
-    with torch.enable_grad():
+    with torch.enable_grad(), model.products():
         losses = example_losses(model.suffix(state, [(name, len(batch))]), [labels])
         means = torch.stack([group.mean() for group in losses.split(group_size)])
         stacked = [getattr(bank.experts, slot) for slot in bank.experts.slots]

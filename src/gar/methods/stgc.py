@@ -11,6 +11,7 @@ from torch import Tensor
 from gar.methods.base import Choices, Method
 from gar.methods.update import Pass, PassSite
 from gar.objective import accurate
+from gar.precision import full_precision
 
 THRESHOLD = 0.0
 
@@ -49,7 +50,8 @@ class STGC(Method):
 
 
 def _site_loss(site: PassSite, pass_: Pass) -> Tensor:
-    conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
+    with full_precision(pass_.losses.device):
+        conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
     away = torch.log_softmax(-site.routing.logits, -1)
     chosen = torch.where(conflict, away, torch.zeros_like(away))
     grouping = site.weights.grouping

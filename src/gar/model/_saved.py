@@ -41,7 +41,7 @@ class SavedModel(Section):
     #: Of the frozen pretrained weights, which are not saved; None where the directory holds the backbone.
     backbone_fingerprint: str | None
     experts: ExpertsConfig
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["float32", "tf32", "bfloat16"]
     tasks: tuple[SavedTask, ...] = Field(min_length=1)
     #: Checksums of the saved files by their name, and under config.json's own that of its other keys.
     files: dict[str, str] | None = None

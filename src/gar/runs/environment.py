@@ -15,6 +15,7 @@ import torch
 
 from gar.config import Config, Kind, flat, kind_of
 from gar.errors import UserError, nearest
+from gar.precision import precision_on
 from gar.version import __version__
 
 LIBRARIES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic", "scikit-learn", "scipy")
@@ -65,6 +66,7 @@ def environment(config: Config) -> dict[str, Any]:
         if device.type == "cuda"
         else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
+        "precision": precision_on(device, config.precision),
         "seed": config.seed,
         "commit": _commit(),
         "place": {key: value for key, value in places.items() if key not in ("device", "threads")},
