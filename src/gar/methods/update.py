@@ -149,7 +149,8 @@ class UpdateSite:
 
     def gradients(self) -> Tensor:
         """``g_m`` [M, d] of all groups, detached."""
-        return torch.cat([part.gradients() for part in self.parts])
+        parts = [part.gradients() for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def example_gates(self) -> Tensor:
         """``q_n`` [n, E] of all examples, differentiable in the router alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ class Call(NamedTuple):
 
     ``x`` [B, L, (E,) d_in] is the input that was multiplied (after dropout), ``gates`` and ``active``
     [B, L, E], ``delta`` [B, L, d_out] the loss derivative at the gated sum; ``hidden`` and
-    ``hidden_grad`` the output of the bank's hidden module and the derivative at that module's input.
+    ``hidden_grad`` the output of the bank's hidden module and the derivative at that module's input;
+    ``layout`` what it was called with beside that input.
     """
 
     x: Tensor
@@ -34,24 +35,28 @@ class Call(NamedTuple):
     delta: Tensor
     hidden: Tensor | None = None
     hidden_grad: Tensor | None = None
+    layout: Any = None
 
 
 class Experts(nn.Module):
-    """E experts as stacked parameters [E, ...]; ``forward(x, gates, active)`` is their gated sum.
+    """E experts as stacked parameters [E, ...]; ``forward(x, gates, active, each)`` is their gated sum.
 
-    ``active`` bool [..., E] marks the (unit, expert) pairs whose output matters: where it is False the
-    gate is zero in value and gradient. Subclasses list ``slots``, the template's local order, and may name
-    a ``hidden_module`` whose input gradient :meth:`factors` needs.
+    ``active`` bool [..., E] marks the (unit, expert) pairs whose output matters, at most ``each`` a unit:
+    where it is False the gate is zero in value and gradient. Subclasses list ``slots``, the template's local
+    order, and may name a ``hidden_module`` whose input gradient :meth:`factors` needs.
     """
 
     slots: tuple[str, ...]
     count: int
-    #: Whether the sizes of all tensors follow from those of the input: nothing waits for the device.
-    capturable: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden_module: nn.Module | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the sizes of all tensors follow from those of the input: nothing waits for the device."""
+        return False
 
     def template(self) -> dict[str, torch.Size]:
         """Shapes of one expert's parameters, in local order."""
@@ -94,7 +99,8 @@ class RoutedExperts(nn.Module):
         active = (
             routing.selected.any(-1, keepdim=True).expand_as(routing.selected) if dense else routing.selected
         )
-        return self.experts(self.prepare(x, keep), routing.gates, active), routing
+        each = self.experts.count if dense else self.router.top_k
+        return self.experts(self.prepare(x, keep), routing.gates, active, each), routing
 
 
 def expert_banks(module: nn.Module) -> list[RoutedExperts]:

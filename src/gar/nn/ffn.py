@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
 from gar.nn.bank import Call, Experts, Factors, RoutedExperts
 from gar.objective import accurate
 from gar.routing import Router
 
 
 class _Hidden(nn.Module):
-    """The activation between the two linear layers, a module so that its input's gradient can be read."""
+    """The activation between the two linear layers, a module so that its input's gradient can be read.
+
+    It is called with the pairs too, which a hook finds beside the input.
+    """
 
     def __init__(self, activation: Callable[[Tensor], Tensor], gated: bool) -> None:
         super().__init__()
         self.activation, self.gated = activation, gated
 
-    def forward(self, pre: Tensor) -> Tensor:
+    def forward(self, pre: Tensor, pairs: Pairs) -> Tensor:
         if not self.gated:
             return self.activation(pre)
         value, gate = pre.chunk(2, dim=-1)
@@ -56,79 +60,74 @@ class FFNExperts(Experts):
         for weight in (*self.W1.unbind(), *self.W2.unbind()):
             nn.init.kaiming_uniform_(weight, a=5**0.5)
 
-    def forward(self, x: Tensor, gates: Tensor, active: Tensor) -> Tensor:
-        shape, x = x.shape, x.to(self.W1.dtype).flatten(0, -2)
-        units, experts, counts = _pairs(active)
-        rows: Tensor = _Spread.apply(x, units, counts)  # type: ignore[no-untyped-call]
-        pre = self._each(rows, counts, self.W1, self.b1)
-        assert self.hidden_module is not None
-        out = self._each(self.hidden_module(pre), counts, self.W2, self.b2)
-        weight = gates.flatten(0, -2)[units, experts].to(out.dtype)
-        total = _add_up(out * weight.unsqueeze(-1), units, counts, len(x))
-        return total.reshape(*shape[:-1], self.features)
+    @property
+    def capturable(self) -> bool:
+        """In bfloat16 on Hopper, where products of experts with unknown numbers of units are one kernel."""
+        return can_group(self.W1.device, self._dtype, self.features, self.W1.shape[1], self.hidden_features)
 
-    @staticmethod
-    def _each(rows: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
-        biases = [None] * len(counts) if bias is None else bias.unbind()
-        parts = rows.split(counts)
-        return torch.cat(
-            [functional.linear(p, w, b) for p, w, b in zip(parts, weight.unbind(), biases, strict=True)]
-        )
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What products are computed in."""
+        kind = self.W1.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.W1.dtype
+
+    def forward(self, x: Tensor, gates: Tensor, active: Tensor, each: int | None = None) -> Tensor:
+        shape, dtype = x.shape[:-1], self._dtype
+        pairs = pairs_of(active.flatten(0, -2), each or self.count, fixed=self.capturable)
+        weight = _slot_gates(gates, pairs)
+        first, second = self.W1.to(dtype), self.W2.to(dtype)
+        b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
+        x = x.flatten(0, -2).to(dtype)
+        if pairs.counts is None and b1 is not None:
+            (x, first), b1 = with_bias(x, first, b1), None
+        assert self.hidden_module is not None
+        hidden = self.hidden_module(expert_products(spread(x, pairs), first, b1, pairs), pairs)
+        if pairs.counts is None and self.b2 is not None:
+            total = combine(expert_products(hidden, second, None, pairs), weight, pairs)
+            with torch.autocast(x.device.type, enabled=False):
+                total = total + (gates * active).flatten(0, -2) @ self.b2.to(gates.dtype)
+        else:
+            total = combine(expert_products(hidden, second, b2, pairs), weight, pairs)
+        return total.reshape(*shape, self.features)
 
     def factors(self, call: Call) -> dict[str, Factors]:
         # W2: delta (sum_e pi_e h_e)^T; W1: (sum_e dpre_e) x^T; biases without the right factor.
-        assert call.hidden is not None
-        assert call.hidden_grad is not None
-        shape = call.gates.shape[:-1]
-        units, experts, counts = _pairs(call.active)
-        weight = accurate(call.gates).flatten(0, -2)[units, experts].unsqueeze(-1)
-
-        def summed(values: Tensor) -> Tensor:
-            return _add_up(values, units, counts, shape.numel()).reshape(*shape, -1)
-
-        x, delta = accurate(call.x), accurate(call.delta)
-        dpre = summed(accurate(call.hidden_grad))
-        mixed = summed(weight * accurate(call.hidden))
-        slots = {"W1": Factors(dpre, x), "W2": Factors(delta, mixed)}
-        if self.b1 is not None:
-            slots |= {"b1": Factors(dpre, None), "b2": Factors(delta * summed(weight), None)}
+        pairs, hidden, hidden_grad = call.layout, call.hidden, call.hidden_grad
+        assert isinstance(pairs, Pairs)
+        assert hidden is not None
+        assert hidden_grad is not None
+        units, weight = call.gates.shape[:-1], _slot_gates(accurate(call.gates), pairs)
+        x, delta = call.x, accurate(call.delta)
+        if hidden.dtype.itemsize < 4:
+            # What was rounded is not added up before the product, which takes it as it is: pair by pair.
+            there = pairs.filled.to(hidden.dtype).reshape(*units, -1, 1)
+            pulled = x.new_empty(*there.shape[:-1], delta.shape[-1], dtype=hidden.dtype)
+            torch.mul(weight.reshape(there.shape), delta.unsqueeze(-2), out=pulled)
+            terms = [x.to(hidden.dtype).unsqueeze(-2) * there, there, pulled]
+            shown, there, pulled = (term.flatten(1, 2) for term in terms)
+            dpre, mixed = (t[pairs.slots].reshape(units[0], -1, t.shape[1]) for t in (hidden_grad, hidden))
+            slots = {"W1": Factors(dpre, shown), "W2": Factors(pulled, mixed), "b1": Factors(dpre, there)}
+        else:
+            dpre, mixed = (
+                _summed(values, by, pairs).reshape(*units, -1)
+                for values, by in ((hidden_grad, pairs.filled.to(weight.dtype)), (hidden, weight))
+            )
+            slots = {"W1": Factors(dpre, accurate(x)), "W2": Factors(delta, mixed), "b1": Factors(dpre, None)}
+        slots["b2"] = Factors(delta * weight.sum(1).reshape(*units, 1), None)
         return {slot: slots[slot] for slot in self.slots}
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.hidden_features} -> {self.features}, experts={self.count}"
 
 
-class _Spread(torch.autograd.Function):
-    """``x[units]`` for active pairs. A plain index adds its gradient up in an order that threads decide."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, units: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(units)
-        ctx.counts, ctx.rows = counts, len(x)
-        return x[units]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (units,), (grad,) = ctx.saved_tensors, grads
-        return _add_up(grad, units, ctx.counts, ctx.rows).to(grad.dtype), None, None
+def _slot_gates(gates: Tensor, pairs: Pairs) -> Tensor:
+    """The gates [..., E] of each unit's pairs, [N, k]; 0 where there is none."""
+    return gates.flatten(0, -2).gather(1, pairs.choice) * pairs.filled
 
 
-def _pairs(active: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Active (unit, expert) pairs sorted by expert, and how many each expert has."""
-    experts, units = active.flatten(0, -2).T.nonzero(as_tuple=True)
-    return units, experts, torch.bincount(experts, minlength=active.shape[-1]).tolist()
-
-
-def _add_up(values: Tensor, units: Tensor, counts: list[int], rows: int) -> Tensor:
-    """Pair values [P, f] summed per unit, [rows, f].
-
-    Expert by expert: a unit occurs once in each part, so the order of additions, and with it the last bit,
-    is the same in every run on every device.
-    """
-    total = accurate(values.new_zeros(rows, values.shape[-1]))
-    for part, index in zip(values.split(counts), units.split(counts), strict=True):
-        total.index_add_(0, index, part.to(total.dtype))
-    return total
+def _summed(values: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+    """:meth:`Pairs.sum` of wide values as one kernel: nothing of their size is written in between."""
+    return functional.embedding_bag(pairs.slots, values, mode="sum", per_sample_weights=weight)
 
 
 class RoutedFFN(RoutedExperts):

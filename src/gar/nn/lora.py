@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ class LoRAExperts(Experts):
     """
 
     slots = ("A", "B")
-    capturable: ClassVar[bool] = True
 
     def __init__(self, in_features: int, out_features: int, experts: int, rank: int, scale: float) -> None:
         super().__init__()
@@ -39,7 +38,11 @@ class LoRAExperts(Experts):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
         nn.init.zeros_(self.B)
 
-    def forward(self, x: Tensor, gates: Tensor, active: Tensor) -> Tensor:
+    @property
+    def capturable(self) -> bool:
+        return True
+
+    def forward(self, x: Tensor, gates: Tensor, active: Tensor, each: int | None = None) -> Tensor:
         """[..., d_out] from ``x`` [..., d_in], or [..., E, d_in] when every expert has its own input."""
         low: Tensor = self.low(_down(x.to(self.A.dtype), self.A, own_input=x.dim() > gates.dim()))
         low = low * (self.scale * gates).to(low.dtype).unsqueeze(-1)

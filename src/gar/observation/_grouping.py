@@ -38,7 +38,7 @@ class Grouping:
             (listed.reshape(self.count, width) == torch.arange(self.count).unsqueeze(1)).all()
         )
         if not self._consecutive:
-            self._place(listed.argsort(stable=True)[int((listed < 0).sum()) :], width, groups.device)
+            self._place(listed.argsort(stable=True)[int((listed < 0).sum()) :], self.sizes, groups.device)
 
     @classmethod
     def consecutive(cls, sizes: Sequence[int], device: torch.device | None = None) -> Self:
@@ -48,11 +48,12 @@ class Grouping:
         tensor([3, 3])
         """
         grouping = cls.__new__(cls)
-        grouping.count, grouping.rows, grouping.sizes = len(sizes), sum(sizes), torch.tensor(sizes)
+        grouping.count, grouping.rows = len(sizes), sum(sizes)
+        grouping.sizes = torch.tensor(sizes, device=device)
         width = max(sizes, default=0)
         grouping._consecutive = grouping.rows == grouping.count * width
         if not grouping._consecutive:
-            grouping._place(torch.arange(grouping.rows), width, device)
+            grouping._place(torch.arange(grouping.rows), torch.tensor(sizes), device)
         return grouping
 
     @classmethod
@@ -66,12 +67,15 @@ class Grouping:
         grouping._consecutive = True
         return grouping
 
-    def _place(self, order: Tensor, width: int, device: torch.device | None) -> None:
-        """Where the counted rows, listed group by group, come to stand in [M, width]."""
-        slots = torch.arange(width).expand(self.count, width) < self.sizes.unsqueeze(1)
+    def _place(self, order: Tensor, sizes: Tensor, device: torch.device | None) -> None:
+        """Where the counted rows, listed group by group, come to stand in [M, width]; all on the host."""
+        width = int(sizes.max())
+        slots = torch.arange(width).expand(self.count, width) < sizes.unsqueeze(1)
         index = torch.zeros(self.count, width, dtype=torch.long)
         index[slots] = order
         self._index, self._slots = index.to(device), slots.to(device)
+        #: The counted rows, and where each stands in a flattened [M, width].
+        self._cells = torch.stack([order, slots.flatten().nonzero().squeeze(1)]).to(device)
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows [R, ...] as [M, n, ...], padded with zeros where a group is shorter than the longest."""
@@ -84,9 +88,11 @@ class Grouping:
         """The inverse of :meth:`gather` for values [M, n * tokens, ...] into zeros of ``shape`` [R, ...]."""
         if self._consecutive:
             return gathered.reshape(shape)
-        index, slots = self._on(gathered.device)
+        if self._cells.device != gathered.device:
+            self._cells = self._cells.to(gathered.device)
+        rows, places = self._cells
         result = gathered.new_zeros(tuple(shape))
-        result[index[slots]] = gathered.reshape(*slots.shape, *shape[1:])[slots]
+        result[rows] = gathered.reshape(-1, *shape[1:])[places]
         return result
 
     def spread(self, values: Tensor) -> Tensor:
@@ -110,12 +116,24 @@ class Grouping:
         sizes = self.sizes.clamp(min=1).to(values.device, values.dtype)
         return self.sum(values) / sizes.reshape(-1, *[1] * (values.dim() - 1))
 
-    def product(self, factors: Factors) -> Tensor:
-        """``sum_i left_i right_i^T`` over the units of each group, [M, p, q] (or [M, p] for a bias)."""
+    def product(self, factors: Factors, out: Tensor | None = None) -> Tensor:
+        """``sum_i left_i right_i^T`` over the units of each group, [M, p, q] (or [M, p] for a bias).
+
+        Factors narrower than float32 are multiplied as they are, and added up in float32. ``out`` [M, p q]
+        takes the result in place of new memory.
+        """
+        left = self.gather(factors.left).flatten(1, 2)
+        wide = torch.promote_types(left.dtype, torch.float32)
         if factors.right is None:
-            return self.sum(factors.left.sum(1))
-        left, right = self.gather(factors.left).flatten(1, 2), self.gather(factors.right).flatten(1, 2)
-        return left.transpose(1, 2) @ right
+            return torch.sum(left, 1, dtype=wide, out=out)
+        right = self.gather(factors.right).flatten(1, 2)
+        shape = (self.count, left.shape[-1], right.shape[-1])
+        result = left.new_empty(shape, dtype=wide) if out is None else out.view(shape)
+        if left.dtype == wide:
+            return torch.bmm(left.transpose(1, 2), right, out=result)
+        if left.device.type == "cuda":
+            return torch.bmm(left.transpose(1, 2), right, out_dtype=wide, out=result)
+        return torch.bmm(left.to(wide).transpose(1, 2), right.to(wide), out=result)
 
 
 def mean_over_units(values: Tensor, mask: Tensor | None, grouping: Grouping) -> Tensor:

@@ -33,6 +33,7 @@ class Record:
     output: Tensor | None = None
     arguments: tuple[Tensor, Tensor, Tensor] | None = None
     hidden: Tensor | None = None
+    layout: Any = None
     delta: Tensor | None = None
     hidden_grad: Tensor | None = None
     forwards: int = 0
@@ -68,14 +69,14 @@ class Record:
         if self.factors:
             output.register_hook(self._store_delta)
 
-    def _experts_hook(self, module: nn.Module, args: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    def _experts_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad:
-            x, gates, active = args
+            x, gates, active = args[:3]
             self.arguments = (x.detach(), gates.detach(), active)
 
-    def _hidden_hook(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    def _hidden_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad:
-            self.hidden = output.detach()
+            self.hidden, self.layout = output.detach(), args[1] if len(args) > 1 else None
             args[0].register_hook(self._store_hidden_grad)
 
     def _store_delta(self, grad: Tensor) -> None:
@@ -113,7 +114,7 @@ class Record:
             raise ValueError(f"inputs must be [N, d] or [B, L, d], got gates of shape {tuple(gates.shape)}")
         if gates.dim() == 2:
             x, gates, active, delta = (t.unsqueeze(1) for t in (x, gates, active, delta))
-        return Call(x, gates, active, delta, self.hidden, self.hidden_grad)
+        return Call(x, gates, active, delta, self.hidden, self.hidden_grad, self.layout)
 
     def pending(self) -> tuple[Tensor, Tensor] | None:
         """The gates in the router's graph and what a backward brought to them, once; None without any."""
@@ -131,4 +132,4 @@ class Record:
 
     def forget_factors(self) -> None:
         """Free what only group gradients need; the routing and its input stay."""
-        self.arguments = self.hidden = self.delta = self.hidden_grad = None
+        self.arguments = self.hidden = self.delta = self.hidden_grad = self.layout = None

@@ -8,7 +8,7 @@ no second backward is run. :func:`gar.per_group_gradients` is the slow, obviousl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gar.nn import Factors, RoutedExperts, expert_banks
 from gar.objective import accurate
 from gar.observation._grouping import Grouping
 from gar.observation._record import Record
+from gar.precision import full_precision
 from gar.routing import Routing
 
 
@@ -67,17 +68,24 @@ class SiteObservation:
         [B], one number a row, or [B, L], one a token; -1 is not counted; or a :class:`Grouping` of the rows,
         made once for several uses. Slots follow the bank's order.
         """
+        groups, factors, undo = self._group_factors(groups, group_weight)
+        sizes = [shape.numel() for shape in self.bank.experts.template().values()]
+        rows = undo.new_empty(len(undo), sum(sizes))
         with self._full_precision():
-            rows = torch.cat(list(self._slot_products(groups, group_weight)), dim=1)
-            return rows * _undo(group_weight, rows)
+            for factor, own in zip(factors.values(), rows.split(sizes, 1), strict=True):
+                groups.product(factor, own)
+        return rows.mul_(undo)
 
     def group_gram(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`, one slot in memory at a time."""
+        groups, factors, undo = self._group_factors(groups, group_weight)
+        gram = undo.new_zeros(len(undo), len(undo))
         with self._full_precision():
-            slots = self._slot_products(groups, group_weight)
-            gram = sum((slot @ slot.T for slot in slots), start=torch.zeros((), device=group_weight.device))
-            undo = _undo(group_weight, gram)
-            return undo * gram * undo.T
+            for factor, shape in zip(factors.values(), self.bank.experts.template().values(), strict=True):
+                own = undo.new_empty(len(undo), shape.numel())
+                groups.product(factor, own)
+                gram += own @ own.T
+        return gram * (undo * undo.T)
 
     def output_gradient(self, loss: Tensor) -> Tensor:
         """``d loss / d y`` at the gated expert sum y, before the backward and leaving the graph whole."""
@@ -107,13 +115,16 @@ class SiteObservation:
         """Free what only :meth:`group_gradients` needs; routing and routing inputs stay."""
         self._record.forget_factors()
 
-    def _full_precision(self) -> torch.autocast:
-        return torch.autocast(self.bank.router.weight.device.type, enabled=False)
+    def _full_precision(self) -> AbstractContextManager[None]:
+        return full_precision(self.bank.router.weight.device)
 
-    def _slot_products(self, groups: Tensor | Grouping, group_weight: Tensor) -> Iterator[Tensor]:
-        """[M, d_slot] of every template slot: group gradients times their weight."""
+    def _group_factors(
+        self, groups: Tensor | Grouping, group_weight: Tensor
+    ) -> tuple[Grouping, dict[str, Factors], Tensor]:
+        """Rows by group, the factors of every template slot, and ``1 / group_weight`` [M, 1]."""
         call = self._record.call()
-        factors = self.bank.experts.factors(call)
+        with self._full_precision():
+            factors = self.bank.experts.factors(call)
         rows, tokens = call.gates.shape[:2]
         if isinstance(groups, Tensor) and groups.dim() == 2:  # a group number per token
             if tuple(groups.shape) != (rows, tokens):
@@ -131,14 +142,8 @@ class SiteObservation:
             raise ValueError(
                 f"groups are {groups.count} over {groups.rows} rows, expected {len(group_weight)} over {rows}"
             )
-        for slot in self.bank.experts.slots:
-            yield groups.product(factors[slot]).flatten(1)
-
-
-def _undo(group_weight: Tensor, like: Tensor) -> Tensor:
-    """``1 / group_weight`` [M, 1], and 0 for a weight of 0."""
-    weight = accurate(group_weight.detach()).to(like.device, like.dtype).unsqueeze(1)
-    return torch.where(weight > 0, 1 / weight, 0)
+        weight = accurate(group_weight.detach()).to(accurate(call.delta))
+        return groups, factors, torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
 
 
 def _per_token(factors: Factors, units: int) -> Factors:
