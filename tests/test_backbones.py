@@ -17,7 +17,7 @@ from gar.config import CacheConfig, build
 from gar.errors import UserError
 from gar.features.sources import RawSource
 from gar.methods import GAR
-from gar.model import MultiTaskModel, SiteState, evaluating
+from gar.model import Known, MultiTaskModel, SiteState, evaluating
 from gar.model._architecture import ARCHITECTURES, architecture, pool
 from gar.training import Updater
 from support.tiny import relative_error
@@ -330,6 +330,30 @@ def test_padding_to_twice_the_length_changes_nothing(
     if valid is not None:
         assert not long.routing.selected[~valid].any()
         assert (long.routing.gates[~valid] == 0).all()
+
+
+@every_backbone
+def test_what_is_known_of_tokens_changes_nothing(directories: Directories, kind: str) -> None:
+    """The mask that nobody has to look at, and DeBERTa's positions for a longer text."""
+    model = make_model(directories[kind], trainable=True).eval()
+    ids, mask, types = all_tokens(model, make_splits(model))[0]
+    width = ids.shape[1]
+    table = model.positions(width + 3)
+    assert (table is not None) == kind.startswith("deberta")
+    table = None if table is None else table[:, :width, :width]
+    with torch.no_grad():
+        for valid, padded in ((mask, True), (torch.ones_like(mask), False)):
+            expected = model.prefix(ids, valid, types)
+            for known in (Known(padded), Known(padded, table)):
+                found = model.prefix(ids, valid, types, known)
+                for mine, theirs in ((found.x, expected.x), (found.base, expected.base)):
+                    assert mine is not None
+                    assert theirs is not None
+                    mine, theirs = (  # what stands at padding is read by nobody
+                        t.masked_fill(~valid.unsqueeze(-1), 0) if t.dim() == 3 else t for t in (mine, theirs)
+                    )
+                    assert (mine - theirs).abs().max() < EXACT
+    assert not any(module._forward_pre_hooks for module in model.backbone.modules())
 
 
 @every_backbone

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gar.config import BackboneConfig
 from gar.data.task import Split
-from gar.data.tokenize import CHUNK, TokenizedSplit, has_pair_form, longest_first, pad, tokenize_split
+from gar.data.tokenize import CHUNK, TokenizedSplit, has_pair_form, longest_first, tokenize_split
 from gar.errors import UserError
 from gar.model.backbone import load_tokenizer
 from support.tiny_backbones import (
@@ -206,12 +206,6 @@ def test_no_examples(directories: Directories) -> None:
     tokenizer = load_tokenizer(BackboneConfig(name=directories["bert"]))
     found = tokenize_split(tokenizer, split_of([]), 24)
     assert (len(found), len(found.ids)) == (0, 0)
-
-
-def test_pad_puts_padding_on_the_right() -> None:
-    found = pad([np.array([1, 2, 3]), np.array([4])], 9)
-    assert found.tolist() == [[1, 2, 3], [4, 9, 9]]
-    assert found.dtype == np.int64
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,12 +104,3 @@ def longest_first(a: int, b: int, budget: int) -> tuple[int, int]:
     if min(a, b) <= half:
         return (budget - b, b) if a > b else (a, budget - a)
     return budget - half, half
-
-
-def pad(rows: Sequence[NDArray[np.generic]], value: int) -> NDArray[np.int64]:
-    """Ragged integer rows as one [B, L] array."""
-    width = max(len(row) for row in rows)
-    padded = np.full((len(rows), width), value, dtype=np.int64)
-    for line, row in zip(padded, rows, strict=True):
-        line[: len(row)] = row
-    return padded

@@ -20,7 +20,7 @@ from gar.data.paths import cache_root
 from gar.data.task import Mixture, Split
 from gar.data.tokenize import TokenizedSplit, tokenize_split
 from gar.features._cache import Features, Writer, does_not_fit, open_or_build
-from gar.model import MultiTaskModel, SiteState, evaluating, length_bucketed
+from gar.model import Known, MultiTaskModel, SiteState, evaluating, length_bucketed
 
 #: Examples of one task: its number and their indices.
 Part = tuple[int, NDArray[np.int64]]
@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 #: Padded tokens per prefix forward, by device type: what stays in a CPU's caches, what fills a GPU.
 TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 32768}
+#: Widths that the texts of a trained backbone are padded to on a GPU, at most.
+WIDTHS = 8
 #: Share of free accelerator memory that resident features may take.
 RESIDENT_SHARE = 0.4
 
@@ -50,11 +52,19 @@ class RawSource:
         self.model, self.splits = model, splits
         self.lengths = [split.lengths for split in splits]
         self.labels = [torch.from_numpy(split.labels).to(model.device) for split in splits]
+        self.table = TokenTable.of(model, splits, self.labels)
         # A half-precision cache rounds the states of a frozen backbone; the uncached path rounds alike.
         self._rounding = torch.float16 if cache.dtype == "float16" and not model.config.trainable else None
 
+    def shape(self, parts: Sequence[Part]) -> tuple[int, bool]:
+        """Padded tokens of such examples together, and whether any of them is padding."""
+        lengths = [self.lengths[task][rows] for task, rows in parts]
+        width = self.table.width(max(int(own.max()) for own in lengths))
+        return width, any(int(own.min()) < width for own in lengths)
+
     def state(self, parts: Sequence[Part]) -> SiteState:
-        state = self.model.prefix(*self.model.tokens([(self.splits[task], rows) for task, rows in parts]))
+        rows = torch.from_numpy(self.table.rows(parts)).to(self.model.device)
+        state = self.table.state(rows, *self.shape(parts))
         if self._rounding is not None:
             state = state.to(self.model.device, self._rounding)
             if not all(t.isfinite().all() for t in (state.x, state.base) if t is not None):
@@ -125,6 +135,65 @@ class Table:
     def state(self, rows: Tensor, width: int) -> SiteState:
         """States of rows int64 [B], padded to ``width`` tokens, in the dtype in which they are kept."""
         return _gather(self.features, self.offsets, rows, width)
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The tokens and labels of several tasks one after the other, on the model's device.
+
+    ``first`` [T] is each task's first row; rows of the table count over all tasks. Texts are padded to
+    multiples of ``step`` tokens, but to ``longest`` at most.
+    """
+
+    model: MultiTaskModel
+    ids: Tensor
+    types: Tensor | None
+    offsets: Tensor
+    labels: Tensor
+    first: NDArray[np.int64]
+    step: int
+    longest: int
+    positions: Tensor | None
+
+    @classmethod
+    def of(
+        cls, model: MultiTaskModel, splits: Sequence[TokenizedSplit], labels: Sequence[Tensor]
+    ) -> TokenTable:
+        device = model.device
+        types = [split.types for split in splits if split.types is not None]
+        longest = max(int(split.lengths.max(initial=1)) for split in splits)
+        # On a GPU few widths, so that few shapes occur: each has kernels of its own to be found.
+        step = 8 * -(-longest // (8 * WIDTHS)) if device.type == "cuda" and model.config.trainable else 1
+        offsets = np.concatenate([[0], *(split.lengths for split in splits)]).cumsum()
+        return cls(
+            model,
+            torch.from_numpy(np.concatenate([split.ids for split in splits])).to(device),
+            torch.from_numpy(np.concatenate(types)).to(device) if len(types) == len(splits) else None,
+            torch.from_numpy(offsets).to(device),
+            torch.cat(list(labels)),
+            np.concatenate([[0], np.cumsum([len(own) for own in labels])[:-1]]),
+            step,
+            longest,
+            model.positions(longest) if model.config.trainable else None,
+        )
+
+    def width(self, length: int) -> int:
+        """Tokens that a text of this length is padded to."""
+        return min(self.step * -(-length // self.step), self.longest)
+
+    def rows(self, parts: Sequence[Part]) -> NDArray[np.int64]:
+        """Rows of the table, int64 [B], of examples of the tasks."""
+        return np.concatenate([self.first[task] + rows for task, rows in parts])
+
+    def state(self, rows: Tensor, width: int, padded: bool) -> SiteState:
+        """The prefix's output for rows int64 [B] of ``width`` tokens, some of which are padding or not."""
+        positions = torch.arange(width, device=rows.device)
+        start, stop = self.offsets[rows].unsqueeze(1), self.offsets[rows + 1].unsqueeze(1)
+        mask, tokens = positions < stop - start, torch.minimum(start + positions, stop - 1)
+        ids = torch.where(mask, self.ids[tokens], self.model.padding).long()
+        types = None if self.types is None else torch.where(mask, self.types[tokens], 0).long()
+        relative = None if self.positions is None else self.positions[:, :width, :width]
+        return self.model.prefix(ids, mask, types, Known(padded, relative))
 
 
 def _gather(features: Features, offsets: Tensor, rows: Tensor, width: int) -> SiteState:

@@ -1,6 +1,7 @@
 """The multi-task model in two halves, its expert sites, and the backbones under it."""
 
 from gar.model.multitask import (
+    Known,
     MultiTaskModel,
     Prediction,
     TaskInfo,
@@ -12,6 +13,7 @@ from gar.model.sites import SITES, Blueprint, Output, Site, SiteState, example_l
 __all__ = [
     "SITES",
     "Blueprint",
+    "Known",
     "MultiTaskModel",
     "Output",
     "Prediction",

@@ -10,7 +10,8 @@ The output of the site is ``tail(base + experts(x))``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,6 +118,48 @@ def architecture(model: PreTrainedModel) -> Architecture:
     except (AttributeError, IndexError) as error:
         raise UserError(f"backbone of type {kind} does not have the expected layers: {error}") from None
     return entry
+
+
+def takes_ready_mask(model: PreTrainedModel) -> bool:
+    """Whether the model hands a mask bool [B, 1, L, L] to torch's attention as it is, and None as no mask.
+
+    Out of one [B, L] it makes the same mask, but first asks the device whether there is any padding.
+    """
+    plain = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+    return model.config.model_type in plain and model.config._attn_implementation == "sdpa"
+
+
+def relative_positions(model: PreTrainedModel, length: int, device: torch.device) -> Tensor | None:
+    """DeBERTa's table of relative positions [1, L, L], None for other models.
+
+    A forward computes it anew, and goes through the host for it, which a captured one cannot. It depends on
+    the distance of two tokens alone: a shorter text has the first rows and columns of a longer one's.
+    """
+    encoder = getattr(model, "encoder", None)
+    if not hasattr(encoder, "get_rel_pos"):
+        return None
+    states = torch.empty(1, length, 1, device=device)
+    table: Tensor | None = encoder.get_rel_pos(states)  # type: ignore[union-attr]
+    return table
+
+
+@contextmanager
+def given_positions(model: PreTrainedModel, table: Tensor | None) -> Iterator[None]:
+    """In this block the model's encoder takes this table of :func:`relative_positions`."""
+    if table is None:
+        yield
+        return
+
+    def give(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {"relative_pos": table, **kwargs}
+
+    handle = module_at(model, "encoder").register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

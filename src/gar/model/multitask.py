@@ -12,22 +12,29 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split, Task
-from gar.data.tokenize import TokenizedSplit, pad, tokenize_split
+from gar.data.tokenize import TokenizedSplit, tokenize_split
 from gar.errors import UserError, one_of, user_path
 from gar.model import _saved
-from gar.model._architecture import architecture, position_limit
+from gar.model._architecture import (
+    architecture,
+    given_positions,
+    position_limit,
+    relative_positions,
+    takes_ready_mask,
+)
 from gar.model._saved import CONFIG_FILE as CONFIG_FILE
 from gar.model._saved import WEIGHTS_FILE
 from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
 from gar.model.sites import SITES, Blueprint, Output, SiteState
 from gar.nn import RoutedExperts, RoutedHead
+from gar.precision import PRECISIONS, computing_in, float32_products
 from gar.version import __version__
 
-PRECISIONS = ("float32", "bfloat16")
 #: Submodules that stay as they were loaded when the backbone is frozen.
 FROZEN = ("backbone", "tail")
 
@@ -38,6 +45,16 @@ class TaskInfo(NamedTuple):
     name: str
     labels: tuple[str, ...]
     text: tuple[str, ...] = ("text",)
+
+
+class Known(NamedTuple):
+    """What is known of tokens [B, L] without a look at them.
+
+    ``padded``: whether any is padding; ``positions``: :meth:`MultiTaskModel.positions` of L tokens, or None.
+    """
+
+    padded: bool
+    positions: Tensor | None = None
 
 
 class Prediction(NamedTuple):
@@ -268,6 +285,20 @@ class MultiTaskModel(nn.Module):
         """Of everything from the expert site on."""
         return self.bank.router.weight.dtype
 
+    @property
+    def draws_by_pass(self) -> bool:
+        """Whether a training forward draws from torch's own generator: a trained backbone with dropout.
+
+        Such masks depend on which examples run together. (The experts' own come as ``keep``.)
+        """
+        active = (
+            getattr(module, "p", 0)
+            if isinstance(module, _DropoutNd)
+            else getattr(module, "attention_dropout", 0)
+            for module in self.modules()
+        )
+        return self.config.trainable and any(isinstance(rate, float) and rate > 0 for rate in active)
+
     def train(self, mode: bool = True) -> Self:
         """Training mode; a frozen backbone stays in eval mode (no dropout)."""
         super().train(mode)
@@ -275,28 +306,45 @@ class MultiTaskModel(nn.Module):
             self.backbone.eval()
         return self
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The configured precision of the computation."""
-        if self.precision == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """The configured precision, for forwards; :meth:`prefix` and :meth:`suffix` enter it themselves."""
+        return computing_in(self.device, self.precision)
 
-    def prefix(self, input_ids: Tensor, mask: Tensor, token_type_ids: Tensor | None = None) -> SiteState:
+    def products(self) -> contextlib.AbstractContextManager[None]:
+        """The configured precision of float32 products, for a backward: TF32, or all digits."""
+        return float32_products(self.device, tf32=self.precision == "tf32")
+
+    def prefix(
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        known: Known | None = None,
+    ) -> SiteState:
         """Everything up to the expert site, from token ids [B, L] and a bool mask [B, L].
 
-        Without gradients when the backbone is frozen: then it is a function of the input alone.
+        Without gradients when the backbone is frozen: then it is a function of the input alone. What the
+        caller knows of the tokens, nobody has to ask the device for.
         """
-        inputs: dict[str, Tensor] = {"input_ids": input_ids, "attention_mask": mask.long()}
+        attention: Tensor | None = mask.long()
+        if known is not None and takes_ready_mask(self.backbone):
+            attention = mask[:, None, None].expand(-1, 1, mask.shape[1], -1) if known.padded else None
+        inputs: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention}
         # Tokenizers may give type ids to backbones that have a single type or none at all.
         if token_type_ids is not None and getattr(self.backbone.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
 
         def forward() -> Tensor:
-            hidden: Tensor = self.backbone(**inputs).last_hidden_state
+            with given_positions(self.backbone, None if known is None else known.positions):
+                hidden: Tensor = self.backbone(**inputs).last_hidden_state
             return hidden
 
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.trainable), self.autocast():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.trainable), self.computing():
             return self.site.read(forward, mask)
+
+    def positions(self, length: int) -> Tensor | None:
+        """What :class:`Known` says of positions, for texts of ``length`` tokens; shorter ones take a part."""
+        return relative_positions(self.backbone, length, self.device)
 
     def suffix(
         self, state: SiteState, segments: Sequence[tuple[str, int]], keep: Tensor | None = None
@@ -306,7 +354,7 @@ class MultiTaskModel(nn.Module):
         ``segments`` names the task of consecutive rows: ``[("rte", 32), ("cb", 16)]``. ``keep`` is the
         experts' dropout mask, drawn by the caller (see :meth:`gar.model.Site.dropout_shape`).
         """
-        with self.autocast():
+        with self.computing():
             return self.site.output(state, segments, keep)
 
     def losses(
@@ -317,7 +365,7 @@ class MultiTaskModel(nn.Module):
         keep: Tensor | None = None,
     ) -> Tensor:
         """The cross-entropy of every example, [B], for ``labels`` int64 [B]: of :meth:`suffix`'s logits."""
-        with self.autocast():
+        with self.computing():
             return self.site.losses(state, segments, labels, keep)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -330,25 +378,27 @@ class MultiTaskModel(nn.Module):
         self, parts: Sequence[tuple[TokenizedSplit, NDArray[np.int64]]]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(input_ids, mask, token_type_ids)`` of examples of one or more splits, padded to the longest."""
+        width = max(int(split.lengths[rows].max()) for split, rows in parts)
+        ids, types, inside = [], [], []
+        for split, rows in parts:
+            start, stop = split.offsets[rows, None], split.offsets[rows + 1, None]
+            where = np.minimum(start + np.arange(width), stop - 1)
+            inside.append(start + np.arange(width) < stop)
+            ids.append(np.where(inside[-1], split.ids[where], self.padding))
+            types.append(None if split.types is None else np.where(inside[-1], split.types[where], 0))
+        known = [part for part in types if part is not None]
+
+        def together(parts: list[NDArray[Any]]) -> Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+        type_ids = together(known).long() if len(known) == len(types) else None
+        return together(ids).long(), together(inside), type_ids
+
+    @property
+    def padding(self) -> int:
+        """The token id that stands behind the end of a text."""
         assert self.tokenizer.pad_token_id is not None
-        spans = [
-            (split, slice(split.offsets[i], split.offsets[i + 1]))
-            for split, indices in parts
-            for i in indices
-        ]
-        ids = torch.from_numpy(
-            pad([split.ids[span] for split, span in spans], int(self.tokenizer.pad_token_id))
-        )
-        lengths = torch.tensor([span.stop - span.start for _, span in spans])
-        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
-        types = [None if split.types is None else split.types[span] for split, span in spans]
-        type_ids = (
-            None
-            if any(t is None for t in types)
-            else torch.from_numpy(pad([t for t in types if t is not None], 0))
-        )
-        device = self.device
-        return ids.to(device), mask.to(device), None if type_ids is None else type_ids.to(device)
+        return int(self.tokenizer.pad_token_id)
 
     @torch.inference_mode()
     def predict_probabilities(
