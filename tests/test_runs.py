@@ -502,7 +502,7 @@ def test_every_key_says_what_it_is() -> None:
     }
     assert {key for key, kind in keys.items() if kind is Kind.PLACE} == {
         *("device", "threads", "data_dir", "plugins", "cache.enabled", "cache.directory", "observation"),
-        *("max_tokens_per_pass", "evaluation.batch_tokens", "backbone.gradient_checkpointing"),
+        *("max_tokens_per_pass", "evaluation.batch_tokens", "backbone.gradient_checkpointing", "capture"),
     }
 
 

@@ -59,15 +59,21 @@ def schedule_of(mixture: Mixture, seed: int = 0) -> Updates:
     return Updates(NAMES, sizes, mixture.batch_size, mixture.group_size, seed)
 
 
-def updater_of(config: Config, randomized: bool = False) -> Updater:
+def updater_of(config: Config, randomized: bool = False, dropout: bool = True) -> Updater:
+    """``dropout=False`` takes that of the backbone away."""
     model, mixture = tiny_runs.load(config, randomized)
+    for module_ in [] if dropout else model.modules():
+        if isinstance(module_, nn.Dropout):
+            module_.p = 0.0
     source, _ = make_sources(model, mixture, config.cache)
     return Updater(model.train(), source, config, NAMES)
 
 
-def one_update(config: Config, number: int = 0, randomized: bool = True) -> tuple[Tensor, Gradients]:
+def one_update(
+    config: Config, number: int = 0, randomized: bool = True, dropout: bool = True
+) -> tuple[Tensor, Gradients]:
     """Group losses and all gradients of one update."""
-    updater = updater_of(config, randomized)
+    updater = updater_of(config, randomized, dropout)
     update = updater.gradients(updater.schedule.groups(number), number)
     parameters = updater.model.named_parameters()
     return update.losses, {name: p.grad.clone() for name, p in parameters if p.grad is not None}
@@ -234,12 +240,12 @@ def keeps_of(world: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tu
     original, original_run = dropout_mask, Updater.run
 
     def watched(
-        model: MultiTaskModel, lengths: Any, groups: Sequence[Group], number: int, seed: int
+        model: MultiTaskModel, lengths: Any, groups: Sequence[Group], number: int, seed: int, width: int
     ) -> Tensor | None:
         for group in groups:
             keep = original(model, lengths, [group], number, seed)
             drawn.append((number, group.number, group.examples.tolist(), None if keep is None else keep))
-        return original(model, lengths, groups, number, seed)
+        return original(model, lengths, groups, number, seed, width)
 
     def noting(updater: Updater, number: int) -> Outcome:
         outcome = original_run(updater, number)
@@ -269,10 +275,35 @@ def test_every_method_sees_the_same_weights_batches_and_dropout(
         for mine, theirs in zip(drawn, other, strict=True):
             assert mine[:3] == theirs[:3], name
             assert torch.equal(mine[3], theirs[3]), name
-        if name in SEPARATE and not trainable:  # the same numbers, in other shapes
+        if name in SEPARATE and trainable:  # the backbone's dropout is that of this split
+            _, losses_of_split = keeps_of(world, monkeypatch, max_tokens_per_pass=1, **changes)
+            assert torch.equal(losses_of_split, found), name
+        elif name in SEPARATE:  # the same numbers, in other shapes
             assert torch.allclose(losses, found, rtol=1e-12, atol=0), name
         else:
             assert torch.equal(losses, found), name
+
+
+@pytest.mark.parametrize("site", ["lora_head", "full_ffn"])
+@pytest.mark.parametrize("limit", [None, 60])
+def test_methods_share_the_dropout_of_a_trained_backbone_under_one_split(
+    world: Path, site: str, limit: int | None
+) -> None:
+    """Losses after an update hang on every mask of the backbone; other splits and updates have others."""
+    changes: dict[str, Any] = {"backbone__trainable": True, "experts__site": site, "experts__dropout": 0.0}
+
+    def losses(number: int = 0, limit: int | None = limit, **more: Any) -> Tensor:
+        config = float64(world, max_tokens_per_pass=limit, **changes, **more)
+        return one_update(config, number, randomized=False)[0]
+
+    expected = losses(method__name="baseline")
+    for name in METHODS:
+        if name in SEPARATE or (site == "full_ffn" and name.startswith("stgc")):
+            continue
+        assert torch.equal(losses(method__name=name), expected), name
+        assert torch.equal(losses(1, method__name=name), losses(1, method__name="baseline")), name
+    assert not torch.allclose(losses(limit=1), expected, rtol=1e-3)
+    assert not torch.allclose(losses(seed=1), expected, rtol=1e-3)
 
 
 def test_another_seed_draws_another_start_order_and_dropout(
@@ -286,6 +317,23 @@ def test_another_seed_draws_another_start_order_and_dropout(
     monkeypatch.setattr(module, "derive_seed", lambda *parts: hash(parts[2:]) + 1)
     _, moved = keeps_of(world, monkeypatch, backbone__trainable=True)
     assert not torch.equal(losses, moved)
+
+
+def test_every_pass_of_every_update_has_a_stream_of_its_own(world: Path) -> None:
+    """For the dropout of a trained backbone; afterwards torch's generator is as it was."""
+
+    def drawn(number: int, first: int, **changes: Any) -> float:
+        updater = updater_of(make_config(world, backbone__trainable=True, **changes))
+        with updater.backbone_stream(number, first):
+            return float(torch.rand(()))
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    streams = {drawn(number, first) for number in (0, 1) for first in (0, 3)} | {drawn(0, 0, seed=1)}
+    assert len(streams) == 5
+    assert drawn(1, 3) in streams
+    assert drawn(1, 3, method__name="gar") in streams
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("mask", ["shared", "per_expert"])
@@ -348,18 +396,36 @@ def test_an_update_does_not_depend_on_its_passes(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trainable_backbone_does_not_depend_on_passes_either(world: Path, method: str) -> None:
+    """But for its dropout: one pass is one group a pass without it."""
     changes: dict[str, Any] = {"method__name": method, "backbone__trainable": True}
-    expected = one_update(float64(world, **changes))
+    expected = one_update(float64(world, **changes), dropout=False)
     assert any(name.startswith("backbone.embeddings") for name in expected[1])
-    assert_same_update(one_update(float64(world, max_tokens_per_pass=1, **changes)), expected)
+    for limit in (1, 60):
+        found = one_update(float64(world, max_tokens_per_pass=limit, **changes), dropout=False)
+        assert_same_update(found, expected)
     checkpointed = float64(world, backbone__gradient_checkpointing=True, **changes)
-    assert_same_update(one_update(checkpointed), expected)
+    assert_same_update(one_update(checkpointed), one_update(float64(world, **changes)))
 
 
-def test_full_ffn_does_not_depend_on_passes(world: Path) -> None:
-    changes: dict[str, Any] = {"experts__site": "full_ffn", "method__name": "gar"}
-    expected = one_update(float64(world, **changes))
-    assert_same_update(one_update(float64(world, max_tokens_per_pass=1, **changes)), expected)
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_full_ffn_does_not_depend_on_passes(world: Path, trainable: bool, top_k: int) -> None:
+    changes: dict[str, Any] = {
+        "experts__site": "full_ffn",
+        "experts__top_k": top_k,
+        "method": {"name": "gar", "coefficient": 1.0},
+        "backbone__trainable": trainable,
+    }
+    expected = one_update(float64(world, **changes), dropout=False)
+    found = one_update(float64(world, max_tokens_per_pass=1, **changes), dropout=False)
+    assert_same_update(found, expected)
+
+
+def test_a_trained_backbone_takes_all_groups_in_one_pass(world: Path) -> None:
+    updater = updater_of(make_config(world, backbone__trainable=True, method__name="gar"))
+    groups = updater.schedule.groups(0)
+    assert len(groups) > 4
+    assert len(updater.gradients(groups, 0).passes) == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"backbone__trainable": True}, {"experts__site": "full_ffn"}])

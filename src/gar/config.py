@@ -206,13 +206,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cache: CacheConfig = CacheConfig()
     observation: Place[Literal["one_pass", "per_group"]] = "one_pass"
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="autocast of the computation")
-    max_tokens_per_pass: Place[int | None] = Field(
-        None, ge=1, description="split an update over passes of whole groups"
+    precision: Literal["float32", "tf32", "bfloat16"] = Field(
+        "float32", description="of the model's products; tf32 is float32 on a CPU, bfloat16 is autocast"
+    )
+    max_tokens_per_pass: Place[int | Literal["auto"] | None] = Field(
+        "auto", description="padded tokens; an update is split over passes of whole groups (auto: what fits)"
     )
     capture: Place[bool] = Field(
         True,
-        description="on a GPU, replay cached updates as CUDA graphs; false: launch each kernel",
+        description="on a GPU, replay updates as CUDA graphs where nothing waits; false: launch each kernel",
     )
     device: Place[str] = Field("auto", description="auto, cpu, cuda, cuda:1, …")
     threads: Place[int | None] = Field(
@@ -238,6 +240,16 @@ class Config(Section):
     @field_serializer("method")
     def _method_out(self, method: Method) -> dict[str, Any]:
         return method.to_config()
+
+    @field_validator("max_tokens_per_pass", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not number and value not in (None, "auto"):
+            raise ValueError(
+                f"max_tokens_per_pass is {value!r}; expected auto, a number of tokens (1 or more) or null"
+            )
+        return value
 
     @field_validator("mixture", mode="before")
     @classmethod

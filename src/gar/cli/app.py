@@ -155,7 +155,7 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         # By name: their types live behind the import of torch.
-        if type(error).__name__ in ("TrainingFailure", "EvaluationFailure"):
+        if type(error).__name__ in ("TrainingFailure", "OutOfMemory", "EvaluationFailure"):
             return _say(str(error), 1)
         raise
 

@@ -31,6 +31,8 @@ from gar.runs.names import (
 from gar.runs.result import DamagedFile, RunResult, check_files, read_result
 from gar.runs.state import State, is_locked, state_of
 
+#: In environment.json, what the key of that name came to.
+SPLIT = "max_tokens_per_pass"
 #: Facts of an environment that may change last bits of what is computed.
 NUMERIC = ("device", "device_name", "threads", "libraries.torch", "libraries.transformers", "libraries.numpy")
 
@@ -56,6 +58,19 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / MODEL
 
+    def in_force(self, config: Config) -> Config:
+        """The configuration, with the split into passes of the run to go on with in the place of ``auto``."""
+        if config.max_tokens_per_pass != "auto" or not checkpoints(self.checkpoints):
+            return config
+        found = _recorded_split(read_json(self.path / ENVIRONMENT) or {})
+        return config if found is None else config.model_copy(update={SPLIT: found[0]})
+
+    def record_split(self, tokens: int | None) -> None:
+        """environment.json: the padded tokens per pass that ``auto`` came to in this session."""
+        facts = read_json(self.path / ENVIRONMENT) or {}
+        (facts.get("resumed") or [facts])[-1][SPLIT] = tokens
+        write_json(self.path / ENVIRONMENT, facts)
+
     def fail(self, error: str, reason: str, update: int | None = None) -> None:
         """failure.json: see :func:`write_failure`."""
         write_failure(self.path, error, reason, update)
@@ -70,12 +85,19 @@ class RunDirectory:
 
 @contextmanager
 def hold(
-    path: Path, config: Config, resume: bool, *, note: str = "", data: Mapping[str, str] | None = None
+    path: Path,
+    config: Config,
+    resume: bool,
+    *,
+    note: str = "",
+    data: Mapping[str, str] | None = None,
+    keeps_split: bool = False,
 ) -> Iterator[RunDirectory]:
     """Hold the directory for one process, with config.yaml and environment.json in it.
 
-    ``data`` are digests of the tasks' examples; a run goes on only with those that it began with. An error
-    of the user's before the first update leaves the directory as it was.
+    ``data`` are digests of the tasks' examples; a run goes on only with those that it began with, and where
+    ``keeps_split`` only with the same ``max_tokens_per_pass``. An error of the user's before the first update
+    leaves the directory as it was.
     """
     check_directory(path, resume)
     new = not path.exists()
@@ -85,7 +107,7 @@ def hold(
             _check_state(path, resume)  # again, since nobody else can change it now
             begun = (path / CONFIG).is_file()
             try:
-                yield _begin(path, config, begun, note, dict(data or {}))
+                yield _begin(path, config, begun, note, dict(data or {}), keeps_split)
             except (UserError, OSError):
                 if not begun and not _has_progress(path):
                     _forget(path, new)
@@ -166,7 +188,9 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple
     return None
 
 
-def _begin(path: Path, config: Config, begun: bool, note: str, data: dict[str, str]) -> RunDirectory:
+def _begin(
+    path: Path, config: Config, begun: bool, note: str, data: dict[str, str], keeps_split: bool
+) -> RunDirectory:
     now = environment(config) | {"data": data}
     changed: list[str] = []
     if begun:
@@ -174,6 +198,8 @@ def _begin(path: Path, config: Config, begun: bool, note: str, data: dict[str, s
         before = read_json(path / ENVIRONMENT) or {}
         last = ([before, *before.get("resumed", [])])[-1]
         _require_same_data(path, before.get("data") or {}, data)
+        if keeps_split and checkpoints(path / CHECKPOINTS):
+            _require_same_split(path, before, config)
         changed = list(_differences(last, now))
         write_json(path / ENVIRONMENT, {**before, "resumed": [*before.get("resumed", []), now]})
     else:
@@ -187,7 +213,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     old, new = flat(before), flat(now)
     keys = [*NUMERIC, *(key for key in new if key.startswith("place."))]
     for key in keys:
-        if key in old and old[key] != new.get(key):
+        taken_over = key == f"place.{SPLIT}" and new.get(key) == "auto"
+        if key in old and old[key] != new.get(key) and not taken_over:
             yield f"{key.removeprefix('place.')} was {old[key]!r} and is {new.get(key)!r}"
 
 
@@ -207,6 +234,30 @@ def _require_same_data(path: Path, before: Mapping[str, str], now: Mapping[str, 
                 f"{path}: the data of task {task} are others than those the run began with; "
                 "expected the same examples, or a new directory"
             )
+
+
+def _recorded_split(facts: Mapping[str, Any]) -> tuple[int | None] | None:
+    """The padded tokens per pass that the last session had of those that had a number, or none at all."""
+    for session in reversed([facts, *facts.get("resumed", [])]):
+        place = session.get("place") or {}
+        if SPLIT in session:
+            return (session[SPLIT],)
+        if place.get(SPLIT, "auto") != "auto":
+            return (place[SPLIT],)
+    return None
+
+
+def _require_same_split(path: Path, before: Mapping[str, Any], config: Config) -> None:
+    found, now = _recorded_split(before), config.max_tokens_per_pass
+    if found is not None and now not in ("auto", found[0]):
+        raise UserError(
+            f"{path}: the run to resume has passes of at most {_tokens(found[0])}, found {SPLIT}: {now!r}; "
+            f"expected {found[0] or 'null'} or auto: the dropout of a trained backbone depends on the split"
+        )
+
+
+def _tokens(limit: int | None) -> str:
+    return "a whole update" if limit is None else f"{limit} padded tokens"
 
 
 def _check_state(path: Path, resume: bool) -> None:

@@ -38,7 +38,7 @@ from gar.runs.files import read_json
 from gar.runs.names import CHECKPOINTS, FAILURE, LOCK, LOG, MODEL
 from gar.runs.packing import pack, unpack
 from gar.sweeps.executors import Job
-from gar.training import Hooks, Interrupted, TrainingFailure, train, train_from_config
+from gar.training import Hooks, Interrupted, OutOfMemory, TrainingFailure, train, train_from_config
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -71,7 +71,7 @@ def run_job(job: Job, emit: Emit = lambda event: None) -> dict[str, Any]:
         reason = "another process is running in this directory"
         outcome = {"kind": "failed", "error": "Busy", "reason": reason}
     except Exception as error:
-        expected = isinstance(error, UserError | TrainingFailure)
+        expected = isinstance(error, UserError | TrainingFailure) and not out_of_memory(error)
         if not expected:
             traceback.print_exc()
         outcome = {"kind": "failed", **_record(job.out, error), "healthy": expected}
@@ -112,7 +112,7 @@ def _shipping(directory: Path, emit: Emit) -> Emit:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory, of the machine or of an accelerator, ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemory):
         return True
     told = str(error)
     return isinstance(error, RuntimeError) and (
@@ -125,7 +125,8 @@ def _record(directory: Path, error: Exception) -> dict[str, str]:
     name, reason = type(error).__name__, " ".join(str(error).split()) or type(error).__name__
     written = read_json(directory / FAILURE)
     if out_of_memory(error):
-        name, reason = "OutOfMemory", f"out of memory: {reason}"
+        told = isinstance(error, OutOfMemory)
+        name, reason = "OutOfMemory", reason if told else f"out of memory: {reason}"
     reason = reason[:2000]
     try:
         if written is None or name == "OutOfMemory":

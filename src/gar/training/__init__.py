@@ -1,13 +1,15 @@
 """One update, the loop, checkpoints and run directories."""
 
+from gar.training.failure import OutOfMemory, TrainingFailure
 from gar.training.gradients import fill_gradients
 from gar.training.loop import Hooks, Interrupted, fit
 from gar.training.run import train, train_from_config
-from gar.training.updater import TrainingFailure, Updater
+from gar.training.updater import Updater
 
 __all__ = [
     "Hooks",
     "Interrupted",
+    "OutOfMemory",
     "TrainingFailure",
     "Updater",
     "fill_gradients",

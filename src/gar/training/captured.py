@@ -27,12 +27,12 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_
 
 from gar.data.batches import Group
-from gar.features.sources import CachedSource, Table
+from gar.features.sources import CachedSource, Table, TokenTable
 from gar.methods import GroupWeights, Update
 from gar.observation import Grouping
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
-from gar.training.gradients import fill_gradients, total_norm
+from gar.training.gradients import Forward, fill_gradients, total_norm
 from gar.training.updater import Outcome, Updater
 
 #: Updates between two looks at the device: what a signal or a failure has to wait for, some 0.1 s.
@@ -43,11 +43,20 @@ WIDTHS = 8
 GRAPHS = 64
 
 
+class PassShape(NamedTuple):
+    """A pass of a trained backbone: task and size of its groups, padded tokens, whether any is padding."""
+
+    groups: tuple[tuple[int, int], ...]
+    width: int
+    padded: bool
+
+
 class Shape(NamedTuple):
     """What decides the sizes of all tensors of an update: the groups of every task, and padded tokens."""
 
     groups: tuple[int, ...]
     width: int
+    passes: tuple[PassShape, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -76,7 +85,7 @@ class CapturedUpdates:
             return None
         return None if updater.source.table is None else cls(updater, updater.source.table)
 
-    def __init__(self, updater: Updater, table: Table, graphs: bool = True) -> None:
+    def __init__(self, updater: Updater, table: Table | TokenTable, graphs: bool = True) -> None:
         self.updater, self.table, self.graphs = updater, table, graphs
         self._size = updater.config.mixture.group_size
         self._groups = sum(updater.schedule.full_groups)
@@ -168,15 +177,16 @@ class CapturedUpdates:
             host = host.pin_memory() if self._device.type == "cuda" else host
             table[: len(values)].copy_(host, non_blocking=True)
         self._line.zero_()
-        for shape in plan.shapes:
-            self._launch(shape)
+        for number, shape in enumerate(plan.shapes, plan.start):
+            self._launch(shape, number)
 
-    def _launch(self, shape: Shape) -> None:
+    def _launch(self, shape: Shape, number: int) -> None:
         if shape in self._captured:
             self._captured[shape].replay()
-        elif shape not in self._tasks or not self.graphs or len(self._captured) >= GRAPHS:
-            tasks = [task for task, count in enumerate(shape.groups) for _ in range(count)]
-            self._tasks.setdefault(shape, torch.tensor(tasks, device=self._device))
+        elif shape not in self._tasks or not self._fits_graph(shape) or len(self._captured) >= GRAPHS:
+            if shape not in self._tasks:  # a copy to the device, which waits for it
+                tasks = [task for task, count in enumerate(shape.groups) for _ in range(count)]
+                self._tasks[shape] = torch.tensor(tasks, device=self._device)
             self._update(shape)
         else:
             graph = torch.cuda.CUDAGraph()
@@ -187,6 +197,10 @@ class CapturedUpdates:
                 graph.capture_end()
             self._captured[shape] = graph
             graph.replay()
+
+    def _fits_graph(self, shape: Shape) -> bool:
+        """Whether updates of a shape may be captured."""
+        return self.graphs
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -207,26 +221,17 @@ class CapturedUpdates:
         updater, optimizer = self.updater, self.updater.optimizer
         counts = self._counts.index_select(0, self._line).squeeze(0)
         reals = self._reals.index_select(0, self._line).squeeze(0)
-        m = sum(shape.groups)
-        rows, words, sizes = counts.split([self._rows, self._rows, self._groups])
-        task_weights, sample_weights, rate = reals.split([self._groups, self._groups, 1])
-        weights = GroupWeights(
-            Grouping.padded(sizes[:m], self._size),
-            task_weights[:m].to(updater.model.dtype),
-            sample_weights[:m].to(updater.model.dtype),
-            m,
-            self._tasks[shape],
-            len(shape.groups),
-        )
-        count = m * self._size
-        update = fill_gradients(
-            updater.method,
-            [lambda: (self._losses(shape, rows[:count], words[:count], weights.grouping), weights)],
-            updater.parameters,
-            [updater.model.bank],
-            observation=updater.config.observation,
-            state=updater.state,
-        )
+        rate = reals[-1]
+        with updater.model.products():
+            update = fill_gradients(
+                updater.method,
+                self._forwards(shape, counts, reals),
+                updater.parameters,
+                [updater.model.bank],
+                observation=updater.config.observation,
+                state=updater.state,
+            )
+        m = len(update.losses)
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])
         told = torch.cat([functional.pad(update.losses.double(), (0, self._groups - m)), norm.double()[None]])
         self._told.index_copy_(0, self._line, told[None])
@@ -234,15 +239,32 @@ class CapturedUpdates:
             max=1
         )  # what is not finite is not 0 when multiplied by 0
         clip_grads_with_norm_(updater.parameters, updater.config.optimizer.clip, norm)
-        optimizer.param_groups[0]["lr"] = self._rate.copy_(rate[0])
+        optimizer.param_groups[0]["lr"] = self._rate.copy_(rate)
         optimizer.step()
         with torch.no_grad():
             self._after_step(update)
         self._line.add_(1)
 
+    def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
+        """The passes of an update, from its line of the two tables."""
+        m = sum(shape.groups)
+        rows, words, sizes = counts.split([self._rows, self._rows, self._groups])
+        task_weights, sample_weights, _ = reals.split([self._groups, self._groups, 1])
+        weights = GroupWeights(
+            Grouping.padded(sizes[:m], self._size),
+            task_weights[:m].to(self.updater.model.dtype),
+            sample_weights[:m].to(self.updater.model.dtype),
+            m,
+            self._tasks[shape],
+            len(shape.groups),
+        )
+        count = m * self._size
+        return [lambda: (self._losses(shape, rows[:count], words[:count], weights.grouping), weights)]
+
     def _losses(self, shape: Shape, rows: Tensor, words: Tensor, grouping: Grouping) -> Tensor:
         """The groups' mean losses [M]; rows that pad a group route nothing and lose nothing."""
         model = self.updater.model
+        assert isinstance(self.table, Table)
         counted = torch.arange(self._size, device=self._device) < grouping.sizes.unsqueeze(1)
         counted = counted.flatten()
         state = self.table.state(rows, shape.width).to(self._device, model.dtype)

@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from gar.methods import GroupWeights, Method, Pass, Update
 from gar.observation import Observed, observe
+from gar.precision import float32_products
 
 #: Runs one pass: the groups' mean losses [M], attached to the graph, and what the groups weigh.
 Forward = Callable[[], tuple[Tensor, GroupWeights]]
@@ -54,7 +55,8 @@ def fill_gradients(
         pass_.release()
         passes.append(pass_)
     update = Update(passes)
-    method.finish(update)
+    with float32_products(parameters[0].device):  # whatever precision the passes had
+        method.finish(update)
     for parameter in parameters:
         if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
             parameter.grad = torch.zeros_like(parameter)

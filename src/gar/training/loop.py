@@ -17,6 +17,8 @@ from gar.runs.history import History
 from gar.runs.stopping import StopSignals
 from gar.training import checkpoint
 from gar.training.captured import CapturedUpdates
+from gar.training.captured_backbone import CapturedBackbone
+from gar.training.memory import PassLimit
 from gar.training.updater import TrainingFailure, Updater
 
 
@@ -42,21 +44,24 @@ def fit(
     checkpoints: Path | None = None,
     resume: bool = False,
     hooks: Hooks | None = None,
+    record: Callable[[int | None], None] | None = None,
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
 
-    Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end.
+    Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end. ``record`` is told what
+    ``max_tokens_per_pass: auto`` comes to.
     """
     hooks, history = hooks or Hooks(), history or History(None)
     source, validation = make_sources(model, mixture, config.cache, hooks.features)
-    updater = Updater(model, source, config, [task.name for task in mixture.tasks])
+    limit = PassLimit(config.max_tokens_per_pass, hooks.message, record)
+    updater = Updater(model, source, config, [task.name for task in mixture.tasks], limit)
     total = updater.total
     start, seconds = 0, 0.0
     if resume and checkpoints is not None:
         state = checkpoint.load(checkpoints, model, updater.optimizer, hooks.message, updater.state)
         start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
     history.rewind(start, hooks.message)
-    updates = CapturedUpdates.of(updater) or updater
+    updates = CapturedUpdates.of(updater) or CapturedBackbone.of(updater) or updater
 
     def save(done: int) -> None:
         updater.check(done)
@@ -77,7 +82,8 @@ def fit(
         due = config.evaluation.every, config.checkpoint.every
         for first, last in blocks(start, total, updates.stride, *due):
             began = time.perf_counter()
-            for done, outcome in enumerate(updates.block(first, last), first + 1):
+            outcomes = limit.explaining(updates.block(first, last), first, model)
+            for done, outcome in enumerate(outcomes, first + 1):
                 seconds += time.perf_counter() - began
                 history.update(done, outcome.tasks, outcome.gradient_norm, outcome.learning_rate)
                 if hooks.update is not None:

@@ -25,8 +25,8 @@ from gar.runs.names import MODEL, SCHEMA
 from gar.runs.result import RunResult
 from gar.runs.tracking import Tracker
 from gar.training.card import model_card
+from gar.training.failure import TrainingFailure
 from gar.training.loop import Hooks, fit
-from gar.training.updater import TrainingFailure
 
 IN_MEMORY = (
     "# Made by gar.train from a mixture in memory: where its data came from is not known here,\n"
@@ -71,7 +71,9 @@ def train(
                 model.load_weights(path / MODEL)
             return result.to_dict()
         data = {task.name: task.fingerprint() for task in mixture.tasks}
-        with hold(path, config, resume, note="" if described else IN_MEMORY, data=data) as directory:
+        note = "" if described else IN_MEMORY
+        split = model.draws_by_pass
+        with hold(path, config, resume, note=note, data=data, keeps_split=split) as directory:
             return _fit(model, mixture, config, directory, hooks).to_dict()
 
 
@@ -113,11 +115,12 @@ def _fit(
             sections = fit(
                 model,
                 mixture,
-                config,
+                config if directory is None else directory.in_force(config),
                 history=history,
                 checkpoints=None if directory is None else directory.checkpoints,
                 resume=directory is not None and directory.begun,
                 hooks=hooks,
+                record=None if directory is None else directory.record_split,
             )
             result = _result(config, mixture, sections)
             if directory is not None:

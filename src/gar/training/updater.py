@@ -26,25 +26,13 @@ from gar.observation import Grouping
 from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
+from gar.training.failure import TrainingFailure as TrainingFailure
 from gar.training.gradients import fill_gradients, total_norm
+from gar.training.memory import PassLimit
 
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
 PASS_COST = {"cpu": 512, "cuda": 16384}
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
-
-
-class TrainingFailure(RuntimeError):
-    """Training cannot go on (something is not finite); the last good checkpoint stays.
-
-    ``update`` is the update, counted from 1, in which it happened.
-    """
-
-    def __init__(self, message: str, update: int) -> None:
-        super().__init__(message, update)
-        self.update = update
-
-    def __str__(self) -> str:
-        return f"update {self.update}: {self.args[0]}"
 
 
 @dataclass(frozen=True)
@@ -62,14 +50,23 @@ class Updater:
 
     It owns what goes from update to update beside the weights: the optimizer and the method's own state.
     ``names`` are the tasks of the source's splits, in order. ``total`` is the update budget, ``schedule``
-    the groups of every update. For a seed, batches and dropout are the same whatever the method.
+    the groups of every update, ``limit`` what a pass may take (default: what the configuration says). For a
+    seed and a limit, batches and dropout are the same whatever the method.
     """
 
     #: Updates that best go together in one :meth:`block`.
     stride: ClassVar[int] = 1
 
-    def __init__(self, model: MultiTaskModel, source: Source, config: Config, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: MultiTaskModel,
+        source: Source,
+        config: Config,
+        names: Sequence[str],
+        limit: PassLimit | None = None,
+    ) -> None:
         self.model, self.source, self.config, self.names = model, source, config, list(names)
+        self.limit = limit or PassLimit(config.max_tokens_per_pass)
         self.method, self.seed = config.method, config.seed
         sizes = [len(lengths) for lengths in source.lengths]
         mixture = config.mixture
@@ -101,38 +98,48 @@ class Updater:
     def gradients(self, groups: Sequence[Group], number: int) -> Update:
         """Fill ``.grad`` for update ``number``; returns what the method saw of it.
 
-        The update may be split into several passes of whole groups; the result does not depend on the split.
-        A trainable backbone always runs one group a pass: its own dropout then has one stream per group, the
-        same for every method and every memory limit.
+        The update may be split into several passes of whole groups; but for the dropout of a trained
+        backbone, the result does not depend on the split.
         """
-        model, config = self.model, self.config
-        split = passes(
-            groups,
-            self.source.lengths,
-            config.max_tokens_per_pass,
-            PASS_COST.get(model.device.type, 0),
-            self.method.separate_groups or model.config.trainable,
-        )
-        forwards = (partial(self.group_losses, part, number, len(groups)) for part in split)
-        return fill_gradients(
-            self.method,
-            forwards,
-            self.parameters,
-            [model.bank],
-            observation=config.observation,
-            state=self.state,
-        )
+        self.limit.settle(self)
+        if number:
+            return self._in_passes(groups, number)
+        return self.limit.halving(lambda: self._in_passes(groups, number), lambda: self._largest(groups))
+
+    def split(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """The passes of an update, as memory and padding make sensible."""
+        cost = PASS_COST.get(self.model.device.type, 0)
+        separate = self.method.separate_groups
+        return list(passes(groups, self.source.lengths, self.limit.tokens, cost, separate))
+
+    def _in_passes(self, groups: Sequence[Group], number: int) -> Update:
+        forwards = (partial(self.group_losses, part, number, len(groups)) for part in self.split(groups))
+        with self.model.products():
+            return fill_gradients(
+                self.method,
+                forwards,
+                self.parameters,
+                [self.model.bank],
+                observation=self.config.observation,
+                state=self.state,
+            )
+
+    def _largest(self, groups: Sequence[Group]) -> int | None:
+        """Padded tokens of the largest pass; None where every group has its own."""
+        split, lengths = self.split(groups), self.source.lengths
+        if all(len(part) == 1 for part in split):
+            return None
+        widths = [max(int(lengths[g.task][g.examples].max()) for g in part) for part in split]
+        return max(sum(map(len, part)) * width for part, width in zip(split, widths, strict=True))
 
     def group_losses(self, groups: Sequence[Group], number: int, total: int) -> tuple[Tensor, GroupWeights]:
         """One pass: the mean cross-entropy [M] of some of the update's ``total`` groups; their weights."""
         model, lengths = self.model, self.source.lengths
         parts = task_parts(groups)
         segments = [(self.names[task], len(rows)) for task, rows in parts]
-        # A trainable backbone's own dropout draws from a stream of this update and group.
-        stream = _stream(model.device, self.seed, "backbone", number, groups[0].number)
-        with stream if model.config.trainable else contextlib.nullcontext():
-            keep = dropout_mask(model, lengths, groups, number, self.seed)
+        with self.backbone_stream(number, groups[0].number):
             state = self.source.state(parts)
+            keep = dropout_mask(model, lengths, groups, number, self.seed, state.mask.shape[1])
             labels = [
                 self.source.labels[task][torch.from_numpy(rows).to(model.device)] for task, rows in parts
             ]
@@ -151,16 +158,27 @@ class Updater:
         )
         return weights.grouping.mean(losses), weights
 
+    def backbone_stream(self, number: int, first: int) -> contextlib.AbstractContextManager[None]:
+        """A trained backbone's own dropout: the stream of a pass of update ``number``, by its first group."""
+        if not self.model.config.trainable:
+            return contextlib.nullcontext()
+        return _stream(self.model.device, self.seed, "backbone", number, first)
+
     def learning_rate(self, number: int) -> float:
         """Of update ``number`` = 0, 1, …"""
         optimizer = self.config.optimizer
         return optimizer.learning_rate * warmup_factor(number, self.total, optimizer.warmup)
 
     def broken_group(self, groups: Sequence[Group], number: int) -> Group | None:
-        """The first group whose own task loss has a non-finite gradient, with the same dropout."""
+        """The first group whose own task loss has a non-finite gradient.
+
+        Every group runs alone: in one pass, a zero times what is not finite in one group spoils them all. The
+        dropout is the same, but for that of a trained backbone.
+        """
         for group in groups:
-            losses, _ = self.group_losses([group], number, len(groups))
-            found = torch.autograd.grad(losses[0], self.parameters, allow_unused=True)
+            with self.model.products():
+                losses, _ = self.group_losses([group], number, len(groups))
+                found = torch.autograd.grad(losses[0], self.parameters, allow_unused=True)
             if not total_norm([gradient for gradient in found if gradient is not None]).isfinite():
                 return group
         return None
@@ -197,7 +215,7 @@ class Updater:
             where = next(broken, "all parameters together")
             guilty = self.broken_group(groups, number)
             whose = (
-                "the method's own terms (no group's task loss has such a gradient)"
+                "the method's own terms (no group's task loss has such a gradient alone)"
                 if guilty is None
                 else f"task {self.names[guilty.task]}, group {guilty.number}"
             )
@@ -251,9 +269,13 @@ def dropout_mask(
     groups: Sequence[Group],
     number: int,
     seed: int,
+    width: int | None = None,
 ) -> Tensor | None:
-    """The experts' dropout mask of a pass, or None where the bank has no dropout."""
-    width = max(int(lengths[group.task][group.examples].max()) for group in groups)
+    """The experts' dropout mask of a pass of ``width`` tokens (default: as many as the longest example has).
+
+    None where the bank has no dropout.
+    """
+    width = width or max(int(lengths[group.task][group.examples].max()) for group in groups)
     shape = model.site.dropout_shape(sum(map(len, groups)), width) if model.training else None
     if shape is None:
         return None

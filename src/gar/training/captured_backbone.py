@@ -1,0 +1,138 @@
+"""Updates of a trained backbone on a GPU, in blocks: :mod:`gar.training.captured` from token ids on.
+
+An update of a backbone is a thousand kernels, which take the host longer than the GPU. Where nothing in it
+waits for the device it is replayed as a CUDA graph; elsewhere (float32 products of full FFN experts, whose
+sizes the host has to know) kernels are launched one by one, without a look at the losses between updates.
+
+The dropout of the backbone depends on the sizes of its tensors. So groups keep their sizes here, and texts
+the widths that they have in :meth:`Updater.run`: captured or not, masks are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gar.data.batches import Group
+from gar.features.sources import RawSource
+from gar.methods import GroupWeights
+from gar.observation import Grouping
+from gar.training.captured import CapturedUpdates, PassShape, Shape
+from gar.training.dropout import keep_mask
+from gar.training.gradients import Forward
+from gar.training.updater import Outcome, Updater, task_parts
+
+
+class CapturedBackbone(CapturedUpdates):
+    """:class:`CapturedUpdates` of a trained backbone."""
+
+    #: Of some ten milliseconds each.
+    stride: ClassVar[int] = 8
+
+    @classmethod
+    def of(cls, updater: Updater) -> Self | None:
+        model, config, source = updater.model, updater.config, updater.source
+        able = config.capture and config.method.capturable and model.config.trainable
+        if not able or model.device.type != "cuda" or not isinstance(source, RawSource):
+            return None
+        with model.computing():
+            fixed = model.bank.experts.capturable
+        # A checkpointed layer keeps the generator's state on the host.
+        return cls(updater, source, fixed and not model.config.gradient_checkpointing)
+
+    def __init__(self, updater: Updater, source: RawSource, graphs: bool = True) -> None:
+        super().__init__(updater, source.table, graphs)
+        self._source, self._tokens = source, source.table
+        self._groupings: dict[tuple[int, ...], Grouping] = {}
+        self._begun, self._number = False, 0
+
+    def block(self, start: int, stop: int) -> Iterator[Outcome]:
+        if start < stop and not self._begun:
+            # The first one finds out how much memory there is, and lets libraries begin.
+            self._begun = True
+            with self._on_stream():
+                outcome = self.updater.run(start)
+            yield outcome
+            start += 1
+        yield from super().block(start, stop)
+
+    def _shape(self, groups: list[Group]) -> Shape:
+        passes = tuple(
+            PassShape(
+                tuple((group.task, len(group)) for group in part), *self._source.shape(task_parts(part))
+            )
+            for part in self.updater.split(groups)
+        )
+        return super()._shape(groups)._replace(width=0, passes=passes)
+
+    def _slots(self, groups: list[Group]) -> NDArray[np.int64]:
+        return np.arange(sum(map(len, groups)))
+
+    def _fits_graph(self, shape: Shape) -> bool:
+        # A graph takes one seed; every pass has its own.
+        return self.graphs and len(shape.passes) == 1
+
+    def _launch(self, shape: Shape, number: int) -> None:
+        self._number = number
+        captures = self._fits_graph(shape) and shape in self._tasks and shape not in self._captured
+        if captures:
+            torch.cuda.empty_cache()  # no memory is set free for a graph while it is captured
+        with self.updater.backbone_stream(number, 0):
+            try:
+                super()._launch(shape, number)
+                return
+            except RuntimeError:
+                if not captures:
+                    raise
+            # The backbone goes through the host, or a graph takes too much memory. Nothing was computed yet.
+            self.graphs = False
+            torch.cuda.empty_cache()
+            super()._launch(shape, number)
+
+    def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
+        rows, words, _ = counts.split([self._rows, self._rows, self._groups])
+        by_task, by_sample, _ = reals.to(self.updater.model.dtype).split([self._groups, self._groups, 1])
+        forwards: list[Forward] = []
+        row = first = 0
+        for part in shape.passes:
+            here = slice(first, first + len(part.groups))
+            sizes = tuple(size for _, size in part.groups)
+            if sizes not in self._groupings:
+                self._groupings[sizes] = Grouping.consecutive(sizes, self._device)
+            weights = GroupWeights(
+                self._groupings[sizes],
+                by_task[here],
+                by_sample[here],
+                sum(shape.groups),
+                self._tasks[shape][here],
+                len(shape.groups),
+            )
+            of_pass = slice(row, row + sum(sizes))
+            forwards.append(partial(self._pass, part, rows[of_pass], words[of_pass], weights, first))
+            row, first = of_pass.stop, here.stop
+        return forwards
+
+    def _pass(
+        self, part: PassShape, rows: Tensor, words: Tensor, weights: GroupWeights, first: int
+    ) -> tuple[Tensor, GroupWeights]:
+        """:meth:`Updater.group_losses` of groups ``first``, …, by rows of the table."""
+        model, names = self.updater.model, self.updater.names
+        runs = groupby(part.groups, key=lambda group: group[0])
+        segments = [(names[task], sum(size for _, size in run)) for task, run in runs]
+        units = model.site.dropout_shape(len(rows), part.width) if model.training else None
+        keep = None if units is None else keep_mask(words.int(), units, model.site.dropout)
+        # Around a graph's replay the stream is that of the update.
+        capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+        stream = contextlib.nullcontext() if capturing else self.updater.backbone_stream(self._number, first)
+        with stream:
+            state = self._tokens.state(rows, part.width, part.padded).to(self._device, model.dtype)
+            losses = model.losses(state, segments, self._tokens.labels[rows], keep)
+        return weights.grouping.mean(losses), weights
