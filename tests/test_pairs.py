@@ -42,6 +42,7 @@ def test_pairs_are_listed_by_expert_and_found_by_unit(
     active = some_active(units, experts, each) if experts > 1 else torch.ones(units, 1, dtype=torch.bool)
     pairs, expected = pairs_of(active, each, fixed), listed(active)
     assert pairs.units[: len(expected)].tolist() == [n for n, _ in expected]
+    assert pairs.experts[: len(expected)].tolist() == [e for _, e in expected]
     assert pairs.ends.tolist() == [sum(e <= last for _, e in expected) for last in range(experts)]
     assert pairs.counts == (None if fixed else [sum(e == own for _, e in expected) for own in range(experts)])
     assert len(pairs.origin) == (units * each if fixed else max(1, len(expected)))

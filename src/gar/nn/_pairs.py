@@ -42,6 +42,11 @@ class Pairs(NamedTuple):
         """The unit of each pair, int64 [P]."""
         return self.origin // self.slots.shape[1]
 
+    @property
+    def experts(self) -> Tensor:
+        """The expert of each pair, int64 [P]; like the unit without a meaning behind ``ends[-1]``."""
+        return self.choice.flatten()[self.origin]
+
     def sum(self, values: Tensor, weight: Tensor) -> Tensor:
         """``sum_j weight[n, j] values[slots[n, j]]``, [N, f], from [P, f] and [N, k]; float32 or wider."""
         total = accurate(weight)[:, :1] * values[self.slots[:, 0]]
