@@ -226,6 +226,7 @@ class CapturedUpdates:
             [updater.model.bank],
             observation=updater.config.observation,
             state=updater.state,
+            whole=updater.whole,
         )
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])
         told = torch.cat([functional.pad(update.losses.double(), (0, self._groups - m)), norm.double()[None]])

@@ -22,7 +22,7 @@ from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Update
 from gar.model import MultiTaskModel
-from gar.observation import Grouping
+from gar.observation import Grouping, WholeGradients
 from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
@@ -79,6 +79,10 @@ class Updater:
         self.optimizer = make_optimizer(model, config.optimizer)
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
+        one_pass = config.observation == "one_pass"
+        self.whole = (
+            WholeGradients([model], self.parameters, one_pass) if self.method.whole_gradients else None
+        )
 
     def block(self, start: int, stop: int) -> Iterator[Outcome]:
         """Run updates ``start`` to ``stop - 1``; yields what each tells."""
@@ -111,7 +115,7 @@ class Updater:
             self.source.lengths,
             config.max_tokens_per_pass,
             PASS_COST.get(model.device.type, 0),
-            self.method.separate_groups or model.config.trainable,
+            model.config.trainable,
         )
         forwards = (partial(self.group_losses, part, number, len(groups)) for part in split)
         return fill_gradients(
@@ -121,6 +125,7 @@ class Updater:
             [model.bank],
             observation=config.observation,
             state=self.state,
+            whole=self.whole,
         )
 
     def group_losses(self, groups: Sequence[Group], number: int, total: int) -> tuple[Tensor, GroupWeights]:
