@@ -386,8 +386,9 @@ def test_frozen_parts_and_modules_without_bias() -> None:
 
 
 def test_unused_parameters_have_zero_rows() -> None:
-    net = Net(other=nn.Linear(WIDTH, WIDTH), loose=nn.Parameter(torch.ones(3)))
+    net = Net(other=nn.Linear(WIDTH, WIDTH), loose=nn.Parameter(torch.ones(())))
     exact(net, lambda x: (net.first(x), net.other(x))[0].tanh(), factors=5)
+    exact(net, lambda x: net.loose * net.first(x).tanh(), factors=4, separate=1)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ class Rows:
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """[M, *shape], as it is in memory."""
-        found: Tensor = self.out[:, self.places[parameter]].unflatten(1, parameter.shape)
-        return found
+        return self.out[:, self.places[parameter]].view(len(self.out), *parameter.shape)
 
     def room(self, parameter: nn.Parameter) -> Tensor:
         """The same to be added to: zeros where nothing was written yet."""
