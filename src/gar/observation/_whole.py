@@ -57,11 +57,12 @@ class _Seen:
     number: int
     edge: GradientEdge
     x: Tensor | None = None
-    more: tuple[Any, ...] = ()
     whole: Tensor | None = None
     start: int = 0
     bottom: bool = False
     span: slice | None = None
+    #: What else it was called with; at experts their hidden module.
+    more: tuple[Any, ...] = ()
     #: Of experts: gates and active pairs, the hidden module's output, and the gradient of their sum.
     arguments: tuple[Tensor, Tensor] | None = None
     hidden: Tensor | None = None
@@ -185,7 +186,7 @@ class WholeGradients:
     ) -> None:
         if self._recording and args[0].requires_grad:
             seen = self._note(experts, args[0], None)
-            seen.hidden = output.detach()
+            seen.hidden, seen.more = output.detach(), args[1:]
             self._open[experts] = seen
             self._handles.append(args[0].register_hook(partial(self._arrive_at_experts, seen)))
 
@@ -335,7 +336,7 @@ class WholeGradients:
         x, delta, (gates, active) = seen.x, seen.delta, seen.arguments
         if gates.dim() == 2:
             x, gates, active, delta = (t.unsqueeze(1) for t in (x, gates, active, delta))
-        call = Call(x, gates, active, delta, seen.hidden, grad.detach())
+        call = Call(x, gates, active, delta, seen.hidden, grad.detach(), *seen.more)
         here = rows.out.device == grad.device
         count = rows.grouping.count
         into = {
