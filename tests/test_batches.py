@@ -140,12 +140,6 @@ def test_without_limits_an_update_is_one_pass() -> None:
     assert [len(part) for part in passes(groups, lengths, None, 0)] == [len(groups)]
 
 
-def test_separate_groups_have_a_pass_each() -> None:
-    lengths = [np.full(size, 7) for size in SIZES]
-    groups = updates().groups(0)
-    assert [len(part) for part in passes(groups, lengths, None, 10**9, separate=True)] == [1] * len(groups)
-
-
 def test_a_task_that_would_add_more_padding_than_a_pass_costs_runs_alone() -> None:
     lengths = [np.full(70, 50), np.full(19, 5), np.full(5, 5)]
     groups = updates().groups(0)

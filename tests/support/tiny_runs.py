@@ -24,8 +24,6 @@ from gar.model.multitask import MultiTaskModel
 WORDS = [f"w{i}" for i in range(30)]
 #: Registered methods, so that a new one is tested too; torchjd is an extra and runs like cagrad.
 METHODS = tuple(name for name in REGISTRY if name != "torchjd")
-#: With whole group gradients these run one group a pass: the same losses, summed in another order.
-SEPARATE = tuple(name for name, cls in REGISTRY.items() if cls.separate_groups)
 
 
 def make_world(root: Path) -> Path:

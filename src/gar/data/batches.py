@@ -96,17 +96,13 @@ def passes(
     lengths: Sequence[NDArray[np.int64]],
     max_tokens: int | None,
     pass_cost: int = 0,
-    separate: bool = False,
 ) -> Iterator[list[Group]]:
     """Consecutive whole groups to run together; the update itself does not depend on the split.
 
     A pass is padded to its longest example. It ends where one more group would exceed ``max_tokens`` padded
     tokens, or where joining would add more padding than a pass of its own costs (``pass_cost`` tokens).
-    ``lengths`` holds the token lengths of every task's examples. ``separate`` gives every group its own pass.
+    ``lengths`` holds the token lengths of every task's examples.
     """
-    if separate:
-        yield from ([group] for group in groups)
-        return
     current: list[Group] = []
     rows = widest = 0
     for group in groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -11,18 +12,19 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.methods.base import Choices, Method
 from gar.methods.update import Pass, Update
-from gar.objective import accurate
+from gar.observation import WholeGradients
 
 
 class GradientCombination(Method):
     """Rows are the gradients of each group's mean loss in all P trainable parameters.
 
-    Row m is scaled by ``M v_m``, so that the mean row is the gradient of ``L_task``. The M x P matrix is
-    kept on the model's device while it takes at most half of the free memory there, else in host memory;
-    the combination then streams over columns. A matrix that fits nowhere is refused at the first update.
+    They come from the one forward that every method runs (:class:`gar.observation.WholeGradients`). Row m is
+    scaled by ``M v_m``, so that the mean row is the gradient of ``L_task``. The M x P matrix is kept on the
+    model's device while it takes at most half of the free memory there, else in host memory; the combination
+    then streams over columns. A matrix that fits nowhere is refused at the first update.
     """
 
-    separate_groups: ClassVar[bool] = True
+    whole_gradients: ClassVar[bool] = True
 
     def check(self, choices: Choices) -> str | None:
         if choices.groups == 1:
@@ -33,19 +35,18 @@ class GradientCombination(Method):
         return None
 
     def backward(self, pass_: Pass) -> None:
-        scale = pass_.weights.total * pass_.weights.task_weights
+        if pass_.whole is None:
+            raise RuntimeError("whole group gradients were not recorded during the forward")
+        weights = pass_.weights
         if "rows" not in pass_.scratch:
-            pass_.scratch["rows"], pass_.scratch["filled"] = _allocate(pass_), 0
+            pass_.scratch["rows"], pass_.scratch["filled"] = _allocate(pass_, pass_.whole), 0
         first: int = pass_.scratch["filled"]
         pass_.scratch["filled"] = first + len(pass_.losses)
         rows: Tensor = pass_.scratch["rows"][first : pass_.scratch["filled"]]
-        for m, loss in enumerate(pass_.losses.unbind()):
-            last = m == len(pass_.losses) - 1
-            grads = torch.autograd.grad(
-                loss, list(pass_.parameters), retain_graph=not last, materialize_grads=True
-            )
-            for part, grad in zip(rows[m].split([g.numel() for g in grads]), grads, strict=True):
-                part.copy_(scale[m] * accurate(grad).flatten())
+        # Another's observation of the same forward expects the one ordinary backward.
+        quiet = pass_.sites[0].observation.paused() if pass_.sites else contextlib.nullcontext()
+        with quiet:
+            pass_.whole.fill(pass_.losses, weights.total * weights.task_weights, weights.grouping, rows)
 
     def finish(self, update: Update) -> None:
         rows = update.scratch.pop("rows")
@@ -64,24 +65,45 @@ def gram_matrix(rows: Tensor) -> Tensor:
     Rows that nearly cancel leave of float32 products nothing but rounding. Both functions take float64
     copies of some columns at a time, so that the rows themselves may stay float32.
     """
-    return sum((block @ block.T for block in _blocks(rows)), start=rows.new_zeros((), dtype=torch.float64))
+    return sum((_squared(block) for block in _blocks(rows)), start=rows.new_zeros((), dtype=torch.float64))
 
 
-def weighted_rows(rows: Tensor, coefficients: Tensor) -> Iterator[Tensor]:
-    """``coefficients`` [..., M] times R in float64, some columns at a time: [..., p], where the rows are."""
-    return (coefficients.to(rows.device, torch.float64) @ block for block in _blocks(rows))
+def mixtures(rows: Tensor, coefficients: Tensor) -> Tensor:
+    """``coefficients`` [K, M] times R in float64, [K, P], where the rows are."""
+    coefficients = coefficients.to(rows.device, torch.float64)
+    mixed = coefficients.new_empty(len(coefficients), rows.shape[1])
+    filled = 0
+    for block in _blocks(rows):
+        torch.mm(coefficients, block, out=mixed[:, filled : filled + block.shape[1]])
+        filled += block.shape[1]
+    return mixed
 
 
-def _blocks(rows: Tensor, entries: int = 1 << 22) -> Iterator[Tensor]:
-    """The columns in float64, 32 MiB at a time."""
+def _squared(block: Tensor, columns: int = 1024) -> Tensor:
+    """``B B^T``, summed over parts: one long and thin product would leave a GPU idle."""
+    even = block.shape[1] // columns * columns
+    rest = block[:, even:]
+    if not even:
+        return rest @ rest.T
+    parts = block[:, :even].unflatten(1, (-1, columns)).transpose(0, 1)
+    total: Tensor = (parts @ parts.mT).sum(0)
+    return torch.addmm(total, rest, rest.T) if even < block.shape[1] else total
+
+
+def _blocks(rows: Tensor, entries: int | None = None) -> Iterator[Tensor]:
+    """The columns in float64, 32 MiB at a time; on a GPU 128 MiB, which take longer than their launches."""
+    entries = entries or (1 << 24 if rows.is_cuda else 1 << 22)
     return (block.double() for block in rows.split(max(1, entries // len(rows)), dim=1))
 
 
-def _allocate(pass_: Pass) -> Tensor:
-    """Room for the rows of the whole update."""
-    size = sum(p.numel() for p in pass_.parameters)
+def _allocate(pass_: Pass, whole: WholeGradients) -> Tensor:
+    """Room for the rows of the whole update, every row aligned; the device is chosen once."""
+    total, size = pass_.weights.total, whole.size
     dtype = torch.promote_types(pass_.losses.dtype, torch.float32)
-    return torch.empty(pass_.weights.total, size, dtype=dtype, device=_row_device(pass_, size, dtype))
+    stride = -(-size // 64) * 64
+    if total not in whole.devices:
+        whole.devices[total] = _row_device(pass_, stride, dtype)
+    return torch.empty(total, stride, dtype=dtype, device=whole.devices[total])[:, :size]
 
 
 def _row_device(pass_: Pass, size: int, dtype: torch.dtype) -> torch.device:

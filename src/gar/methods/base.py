@@ -51,8 +51,8 @@ class Method(BaseModel):
     #: Whether every other method is compared with it, and whether it is set against every other one.
     reference: ClassVar[bool] = False
     proposed: ClassVar[bool] = False
-    #: Whether every group gets a forward and backward of its own (methods that need whole group gradients).
-    separate_groups: ClassVar[bool] = False
+    #: Whether it needs every group's gradient in all parameters (:attr:`Pass.whole` in its own backward).
+    whole_gradients: ClassVar[bool] = False
 
     #: Whether an update can be captured as a CUDA graph: the hooks never read a tensor's value on the host,
     #: draw no random numbers, and change the state in place.

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gar.methods._rows import GradientCombination, gram_matrix, weighted_rows
+from gar.methods._rows import GradientCombination, gram_matrix, mixtures
 
 EPS = 1e-8
 
@@ -23,48 +23,54 @@ class CAGrad(GradientCombination):
     name: ClassVar[str] = "cagrad"
     label: ClassVar[str] = "CAGrad"
     style: ClassVar[tuple[str, str] | None] = ("#E69F00", "s")
+    capturable: ClassVar[bool] = True
     c: float = Field(0.4, ge=0, description="radius around the mean gradient, relative to its norm")
     inner_learning_rate: float = Field(0.1, gt=0)
     inner_steps: int = Field(10, ge=0)
 
     def combine(self, rows: Tensor) -> Tensor:
         w = self.weights(gram_matrix(rows))
-        both = torch.stack([torch.full_like(w, 1 / len(w)), w])
+        mean, mixed = mixtures(rows, torch.stack([torch.full_like(w, 1 / len(w)), w]))
         # Of the vectors themselves: the Gram matrix cannot tell norms below 1e-8 of the rows' from zero.
-        squares = sum((part.square().sum(1) for part in weighted_rows(rows, both)), start=w.new_zeros(2))
-        mean_norm, mixed_norm = squares.sqrt()
-        coefficients = both[0] + self.c * mean_norm / (mixed_norm + EPS) * w
-        return torch.cat([part.to(rows.dtype) for part in weighted_rows(rows, coefficients)])
+        radius = self.c * torch.linalg.vector_norm(mean)
+        direction: Tensor = mean.addcmul_(mixed, radius / (torch.linalg.vector_norm(mixed) + EPS))
+        return direction.to(rows.dtype)
 
     def weights(self, gram: Tensor) -> Tensor:
         """The simplex weights [M] from the Gram matrix [M, M]; multiplying the Gram leaves them unchanged.
 
-        Computed in float64; returned in the Gram's dtype.
+        Computed in float64; returned in the Gram's dtype. Nothing is read back from the device.
         """
         m, dtype, gram = len(gram), gram.dtype, gram.double()
         w = gram.new_full((m,), 1 / m)
+        counts = torch.arange(1, m + 1, dtype=gram.dtype, device=gram.device)
         trace = gram.trace()
         # Dividing by the trace makes every step, not only its size, independent of the gradient scale.
         gram = gram / torch.where(trace > 0, trace, torch.ones_like(trace))
-        toward_mean = gram.mean(1)
-        mean_norm = gram.mean().clamp(min=0).sqrt()
-        lengths = gram.diagonal().clamp(min=0).sqrt()
+        toward_mean = self.inner_learning_rate * gram.mean(1)
+        radius = self.inner_learning_rate * self.c * gram.mean().clamp(min=0).sqrt()
+        longest = gram.diagonal().clamp(min=0).sqrt()
+        shortest = -longest
         for _ in range(self.inner_steps):
             pull = gram @ w
-            norm = (w @ pull).clamp(min=0).sqrt()
-            # <r_m, g_w> / ||g_w|| is at most ||r_m||; where g_w cancels, rounding would say otherwise.
-            slope = torch.where(norm > 0, pull / norm, 0.0).clamp(-lengths, lengths)
-            w = project_to_simplex(w - self.inner_learning_rate * (toward_mean + self.c * mean_norm * slope))
+            # 1 / ||g_w||, and 0 where g_w cancels: rounding leaves a square of either sign.
+            inverse = (w @ pull).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
+            # <r_m, g_w> / ||g_w|| is at most ||r_m||; where g_w nearly cancels, rounding would say otherwise.
+            slope = (pull * inverse).clamp(shortest, longest)
+            w = project_to_simplex(torch.addcmul(w - toward_mean, slope, radius, value=-1), counts)
         return w.to(dtype)
 
 
-def project_to_simplex(v: Tensor) -> Tensor:
-    """The Euclidean projection of ``v`` [M] onto the probability simplex.
+def project_to_simplex(v: Tensor, counts: Tensor | None = None) -> Tensor:
+    """The Euclidean projection of ``v`` [M] onto the probability simplex; ``counts``: 1, ..., M if at hand.
+
+    ``max(v - theta, 0)``, where theta is the largest of ``(the sum of the k largest - 1) / k``: from k to
+    k + 1 it grows exactly while the next entry is above it.
 
     >>> project_to_simplex(torch.tensor([0.5, 1.5, -1.0]))
     tensor([0., 1., 0.])
     """
-    ordered = v.sort(descending=True).values
-    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(v) + 1, dtype=v.dtype, device=v.device)
-    support = (ordered > excess).sum()
-    return (v - excess[support - 1]).clamp(min=0)
+    if counts is None:
+        counts = torch.arange(1, len(v) + 1, dtype=v.dtype, device=v.device)
+    theta = ((v.sort(descending=True).values.cumsum(0) - 1) / counts).amax()
+    return (v - theta).clamp(min=0)

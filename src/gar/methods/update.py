@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gar.nn import RoutedExperts
-from gar.observation import Grouping, Observed, SiteObservation, per_group_gradients
+from gar.observation import Grouping, Observed, SiteObservation, WholeGradients, per_group_gradients
 from gar.routing import Routing
 
 
@@ -96,6 +96,8 @@ class Pass:
     scratch: dict[str, Any] = field(default_factory=dict)
     #: What :meth:`Method.initial_state` made, as the last update left it.
     state: Any = None
+    #: Splits the backward by groups, for a method with ``whole_gradients``.
+    whole: WholeGradients | None = None
 
     @classmethod
     def of(
@@ -106,9 +108,10 @@ class Pass:
         observed: Observed | None,
         scratch: dict[str, Any] | None = None,
         state: Any = None,
+        whole: WholeGradients | None = None,
     ) -> Pass:
         sites = [] if observed is None else [PassSite(site, weights) for site in observed.sites]
-        return cls(losses, weights, parameters, sites, {} if scratch is None else scratch, state)
+        return cls(losses, weights, parameters, sites, {} if scratch is None else scratch, state, whole)
 
     @property
     def task_loss(self) -> Tensor:

@@ -35,6 +35,7 @@ from gar.model._architecture import (
     remove_dense_ffn,
 )
 from gar.nn import RoutedExperts, RoutedFFN, RoutedHead, RoutedLoRA
+from gar.nn.head import LinearHeads
 from gar.routing import Routing
 
 HEAD_STD = 0.02
@@ -161,7 +162,7 @@ class _FFNSite(Site):
             self.tail = copy.deepcopy(self.tail)  # frozen, free to have the experts' dtype
         #: A tail that is trained as a part of the backbone must not be registered twice.
         self._own_tail = not any(self.tail is module for module in plan.backbone.modules())
-        self.heads = nn.ModuleDict({_key(task): _new_head(plan.width, n) for task, n in plan.classes.items()})
+        self.heads = LinearHeads({_key(task): _new_head(plan.width, n) for task, n in plan.classes.items()})
         self._tasks = tuple(plan.classes)
 
     def _find_tail(self, plan: Blueprint) -> nn.Module | None:
@@ -194,15 +195,13 @@ class _FFNSite(Site):
         # All heads in one product, of which every example takes the columns of its task: few kernels.
         hidden, _ = self._hidden(state, keep)
         heads = {name: self._head(name) for name, _ in segments}
-        weight = torch.cat([head.weight for head in heads.values()])
-        bias = torch.cat([head.bias for head in heads.values()])
         places = {name: i for i, name in enumerate(heads)}
         columns, missing = _columns(
             tuple((places[name], size) for name, size in segments),
             tuple(head.out_features for head in heads.values()),
             hidden.device,
         )
-        logits = _wide(functional.linear(hidden, weight, bias)).gather(1, columns)
+        logits = _wide(self.heads(hidden, tuple(map(_key, heads)))).gather(1, columns)
         if missing is not None:
             logits = logits.masked_fill(missing, float("-inf"))
         return functional.cross_entropy(logits, labels, reduction="none")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,38 @@ class Call(NamedTuple):
     layout: Any = None
 
 
+class RowGroups(Protocol):
+    """Which rows belong to which of ``count`` groups (:class:`gar.observation.Grouping` is one)."""
+
+    count: int
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Rows [B, ...] as [M, n, ...], zeros where a group is shorter than the longest."""
+        ...
+
+    def scatter(self, gathered: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse, into zeros of ``shape`` [B, ...]."""
+        ...
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> None:
+    """``into = beta into + left^T right``: [p, q] from [K, p] and [K, q], or all with one batch axis.
+
+    ``into`` is float32 or wider, may be a strided view, and is not read where ``beta`` is 0. Half-precision
+    factors are multiplied as such where the device adds their products up in float32.
+    """
+    left = left.mT
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
+        product = torch.addmm if into.dim() == 2 else torch.baddbmm
+        product(into, left, right, out_dtype=into.dtype, beta=beta, out=into)
+        return
+    left, right = left.to(into.dtype), right.to(into.dtype)
+    if into.dim() == 2:
+        into.addmm_(left, right, beta=beta)
+    else:
+        into.baddbmm_(left, right, beta=beta)
+
+
 class Experts(nn.Module):
     """E experts as stacked parameters [E, ...]; ``forward(x, gates, active, each)`` is their gated sum.
 
@@ -65,6 +98,14 @@ class Experts(nn.Module):
     def factors(self, call: Call) -> dict[str, Factors]:
         """Factors of the common-template gradient, one entry a slot; the sum over experts comes first."""
         raise NotImplementedError
+
+    def add_gradients(self, call: Call, groups: RowGroups, into: Mapping[str, Tensor]) -> None:
+        """Add the gradient of every group's part of the loss, experts apart, to ``into[slot]`` [M, E, ...].
+
+        ``into`` has all slots, float32 or wider. Sums over the rows of ``call`` alone: whole parameter
+        gradients, group by group, of the one backward that left it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no group gradients of single experts")
 
     def bias_proxies(self, delta: Tensor) -> Tensor:
         """``scale * B_e^T delta`` [..., E, r]: virtual-bias gradient blocks without the gate (STGC)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
-from gar.nn.bank import Call, Experts, Factors, RoutedExperts
+from gar.nn.bank import Call, Experts, Factors, RoutedExperts, RowGroups, add_product
 from gar.objective import accurate
 from gar.routing import Router
 
@@ -115,6 +115,39 @@ class FFNExperts(Experts):
             slots = {"W1": Factors(dpre, accurate(x)), "W2": Factors(delta, mixed), "b1": Factors(dpre, None)}
         slots["b2"] = Factors(delta * weight.sum(1).reshape(*units, 1), None)
         return {slot: slots[slot] for slot in self.slots}
+
+    def add_gradients(self, call: Call, groups: RowGroups, into: Mapping[str, Tensor]) -> None:
+        # W2_e: (pi_e delta) h_e^T; W1_e: dpre_e x^T. A product for every (expert, group), as the forward has
+        # one for every expert: pairs lie sorted by expert, within it by group where groups are consecutive.
+        assert call.hidden is not None
+        assert call.hidden_grad is not None
+        rows, count = call.gates.shape[:2], groups.count
+        pairs = call.layout
+        assert isinstance(pairs, Pairs)
+        total = int(pairs.ends[-1]) if pairs.counts is None else sum(pairs.counts)
+        units, experts = pairs.units[:total], pairs.experts[:total]
+        spread = torch.arange(count, device=units.device).unsqueeze(1)
+        width = groups.gather(call.gates[:, :1, 0]).shape[1]
+        group = groups.scatter(spread.expand(count, width), rows[:1])
+        key = experts * count + group[units // rows[1]]
+        counts = torch.bincount(key, minlength=self.count * count)
+        *sizes, ascending = torch.cat([counts, (key.diff() >= 0).all().long().reshape(1)]).tolist()
+        hidden, dpre = call.hidden[:total], call.hidden_grad[:total]
+        if not ascending:
+            order = key.argsort(stable=True)
+            units, experts, hidden, dpre = (t[order] for t in (units, experts, hidden, dpre))
+        x = call.x.to(dpre.dtype).flatten(0, 1)[units]
+        weight = call.gates.flatten(0, 1)[units, experts].unsqueeze(-1)
+        delta = (weight * call.delta.flatten(0, 1)[units]).to(hidden.dtype)
+        parts = zip(*(t.split(sizes) for t in (x, dpre, hidden, delta)), strict=True)
+        for number, (x_, dpre_, hidden_, delta_) in enumerate(parts):
+            e, m = divmod(number, count)
+            add_product(into["W1"][m, e], dpre_, x_)
+            add_product(into["W2"][m, e], delta_, hidden_)
+        if self.b1 is not None:
+            for slot, values in (("b1", dpre), ("b2", delta)):
+                sums = torch.segment_reduce(values.to(into[slot].dtype), "sum", lengths=counts, unsafe=True)
+                into[slot].add_(sums.unflatten(0, (self.count, count)).transpose(0, 1))
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.hidden_features} -> {self.features}, experts={self.count}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gar.nn.bank import Call, Experts, Factors, RoutedExperts
+from gar.nn.bank import Call, Experts, Factors, RoutedExperts, RowGroups, add_product
 from gar.objective import accurate
 from gar.routing import Router
 
@@ -56,6 +57,19 @@ class LoRAExperts(Experts):
             # Experts saw different inputs: their terms cannot be summed before the product with x.
             return {"A": Factors(down.flatten(1, 2), x.flatten(1, 2)), "B": second}
         return {"A": Factors(down.sum(-2), x), "B": second}
+
+    def add_gradients(self, call: Call, groups: RowGroups, into: Mapping[str, Tensor]) -> None:
+        # B_e: delta (s pi_e A_e x)^T; A_e: (s pi_e B_e^T delta) x^T. One batched product for all experts.
+        def units(values: Tensor) -> Tensor:  # [B, L, ...] to [M, n L, ...]
+            return groups.gather(values).flatten(1, 2)
+
+        x, (up, down) = units(accurate(call.x)), map(units, self._low(call))
+        b = up.flatten(2).mT @ units(accurate(call.delta))  # [M, E r, d_out]
+        into["B"].add_(b.unflatten(1, up.shape[2:]).mT)
+        if x.dim() == down.dim():  # experts saw different inputs
+            into["A"].add_(down.permute(0, 2, 3, 1) @ x.transpose(1, 2))
+        else:
+            add_product(into["A"].view(len(x), -1, self.in_features), down.flatten(2), x)
 
     def _low(self, call: Call) -> tuple[Tensor, Tensor]:
         """``s pi_e A_e x`` and ``s pi_e B_e^T delta``, both [B, L, E, r], from what the passes computed."""

@@ -2,12 +2,14 @@
 
 from gar.observation._grouping import Grouping, mean_over_units
 from gar.observation._reference import per_group_gradients
+from gar.observation._whole import WholeGradients
 from gar.observation.observe import Observed, SiteObservation, observe
 
 __all__ = [
     "Grouping",
     "Observed",
     "SiteObservation",
+    "WholeGradients",
     "mean_over_units",
     "observe",
     "per_group_gradients",

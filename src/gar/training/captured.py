@@ -230,6 +230,7 @@ class CapturedUpdates:
                 [updater.model.bank],
                 observation=updater.config.observation,
                 state=updater.state,
+                whole=updater.whole,
             )
         m = len(update.losses)
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])

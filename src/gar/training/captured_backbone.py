@@ -45,8 +45,9 @@ class CapturedBackbone(CapturedUpdates):
             return None
         with model.computing():
             fixed = model.bank.experts.capturable
-        # A checkpointed layer keeps the generator's state on the host.
-        return cls(updater, source, fixed and not model.config.gradient_checkpointing)
+        # A checkpointed layer keeps the generator's state on the host; rows of groups look at sizes there.
+        fixed = fixed and not (model.config.gradient_checkpointing or config.method.whole_gradients)
+        return cls(updater, source, fixed)
 
     def __init__(self, updater: Updater, source: RawSource, graphs: bool = True) -> None:
         super().__init__(updater, source.table, graphs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from gar.methods import GroupWeights, Method, Pass, Update
-from gar.observation import Observed, observe
+from gar.observation import Observed, WholeGradients, observe
 from gar.precision import float32_products
 
 #: Runs one pass: the groups' mean losses [M], attached to the graph, and what the groups weigh.
@@ -26,15 +26,21 @@ def fill_gradients(
     *,
     observation: str = "one_pass",
     state: Any = None,
+    whole: WholeGradients | None = None,
 ) -> Update:
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
 
     ``observed`` holds the expert banks (or modules with banks inside), ``observation`` is ``one_pass`` or
-    ``per_group``, ``state`` the method's own (:meth:`gar.methods.Method.initial_state`).
+    ``per_group``, ``state`` the method's own (:meth:`gar.methods.Method.initial_state`). ``whole`` serves a
+    method with ``whole_gradients`` from update to update; without it ``observed`` are the modules it knows.
     """
     for parameter in parameters:
         parameter.grad = None
     of_groups = "gradients" in method.observes
+    if not method.whole_gradients:
+        whole = None
+    elif whole is None:
+        whole = WholeGradients(observed, parameters, factors=observation == "one_pass")
     passes: list[Pass] = []
     scratch: dict[str, Any] = {}
     for forward in forwards:
@@ -45,8 +51,8 @@ def fill_gradients(
                 gradients=of_groups and observation == "one_pass",
                 router_apart=method.router_apart,
             )
-        with watching as seen:
-            pass_ = Pass.of(*forward(), parameters, seen, scratch, state)
+        with watching as seen, whole.recording() if whole is not None else contextlib.nullcontext():
+            pass_ = Pass.of(*forward(), parameters, seen, scratch, state, whole)
             if of_groups and observation == "per_group":
                 pass_.capture_per_group()
             method.backward(pass_)

@@ -22,7 +22,7 @@ from gar.data.batches import Group, Updates, passes
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Update
 from gar.model import MultiTaskModel
-from gar.observation import Grouping
+from gar.observation import Grouping, WholeGradients
 from gar.seeds import derive_seed
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
@@ -76,6 +76,10 @@ class Updater:
         self.optimizer = make_optimizer(model, config.optimizer)
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
+        one_pass = config.observation == "one_pass"
+        self.whole = (
+            WholeGradients([model], self.parameters, one_pass) if self.method.whole_gradients else None
+        )
 
     def block(self, start: int, stop: int) -> Iterator[Outcome]:
         """Run updates ``start`` to ``stop - 1``; yields what each tells."""
@@ -109,8 +113,7 @@ class Updater:
     def split(self, groups: Sequence[Group]) -> list[list[Group]]:
         """The passes of an update, as memory and padding make sensible."""
         cost = PASS_COST.get(self.model.device.type, 0)
-        separate = self.method.separate_groups
-        return list(passes(groups, self.source.lengths, self.limit.tokens, cost, separate))
+        return list(passes(groups, self.source.lengths, self.limit.tokens, cost))
 
     def _in_passes(self, groups: Sequence[Group], number: int) -> Update:
         forwards = (partial(self.group_losses, part, number, len(groups)) for part in self.split(groups))
@@ -122,6 +125,7 @@ class Updater:
                 [self.model.bank],
                 observation=self.config.observation,
                 state=self.state,
+                whole=self.whole,
             )
 
     def _largest(self, groups: Sequence[Group]) -> int | None:
