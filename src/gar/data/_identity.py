@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ from gar.data._files import data_file, file_format
 from gar.data.load import local_files, resolve
 from gar.data.registry import RegisteredTask
 from gar.errors import path_errors
+from gar.runs.files import remembered_checksum
 
 
 def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[str, str]:
@@ -44,12 +44,4 @@ def _digest(source: object) -> str:
 def _content(file: Path) -> list[str]:
     file = data_file(file)
     with path_errors(file):
-        status = file.stat()
-        content = _file_digest(file.absolute(), status.st_size, status.st_mtime_ns)
-    return [file_format(file), content]
-
-
-@functools.lru_cache(maxsize=1024)
-def _file_digest(file: Path, size: int, mtime_ns: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return [file_format(file), remembered_checksum(file)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -59,7 +60,7 @@ def environment(config: Config) -> dict[str, Any]:
         "gar": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "libraries": {name: _version(name) for name in LIBRARIES},
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -72,6 +73,12 @@ def environment(config: Config) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _version(library: str) -> str:
+    return importlib.metadata.version(library)
+
+
+@functools.cache  # a process runs the code that it has imported
 def _commit() -> str | None:
     """The commit of the source tree the package runs from, if it is one."""
     here = Path(__file__)

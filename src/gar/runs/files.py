@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 22  # bytes read at a time
+#: A file that changed less than so many seconds ago may change again without a trace in its times.
+RACY = 2.0
+#: Files whose checksums a process remembers.
+REMEMBERED = 4096
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -37,12 +42,13 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def append_text(path: Path, text: str) -> None:
-    """At the end of a file, on the disk when it returns."""
+def append_text(path: Path, text: str, durable: bool = True) -> None:
+    """At the end of a file: on the disk when it returns, or just for others to read."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -70,6 +76,42 @@ def checksum(path: Path) -> str:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+class Checksums:
+    """:func:`checksum` that does not read a file again which has not changed since it was read.
+
+    "Not changed" is the same inode, size and times of change, the later of which was more than ``RACY``
+    seconds old when the file was read: within the resolution of these times a change would not show. As many
+    files are remembered as ``REMEMBERED``, the last asked for.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    def __call__(self, path: Path) -> str:
+        path = path.absolute()
+        before = self._state(path)
+        known = self._known.pop(path, None)
+        if known is not None and known[0] == before:
+            self._known[path] = known
+            return known[1]
+        read = time.time()
+        found = checksum(path)
+        if self._state(path) == before and read - max(before[-2:]) / 1e9 > RACY:
+            self._known[path] = before, found
+            while len(self._known) > REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return found
+
+    @staticmethod
+    def _state(path: Path) -> tuple[int, ...]:
+        found = path.stat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+#: Of this process: what it says depends on the files alone.
+remembered_checksum = Checksums()
 
 
 def checksum_of(content: bytes) -> str:
