@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,8 @@ def fingerprint(module: nn.Module) -> str:
 class Digest:
     """:func:`fingerprint` of one module again and again, on a GPU without reading weights that are as before.
 
-    Whether they are is told by a sum over all their bits that the GPU makes by itself (:func:`_bit_sums`). On a
-    CPU no such sum is faster than the digest, which is then computed every time.
+    Whether they are is told by a sum over all their bits, which the GPU makes by itself (:func:`_bit_sums`).
+    On a CPU no such sum is faster than the digest, which is then computed every time.
     """
 
     def __init__(self) -> None:
@@ -143,13 +144,17 @@ class Digest:
 
     def __call__(self, module: nn.Module) -> str:
         tensors = module.state_dict()
-        if not tensors or any(not tensor.is_cuda for tensor in tensors.values()):
+        if not _on_gpu(tensors.values()):
             return fingerprint(module)
         facts = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
         seen = facts, _bit_sums([tensors[name] for name, *_ in facts])
         if self._known is None or self._known[0] != seen:
             self._known = seen, fingerprint(module)
         return self._known[1]
+
+
+def _on_gpu(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def _bit_sums(tensors: list[Tensor]) -> list[int]:
@@ -161,7 +166,8 @@ def _bit_sums(tensors: list[Tensor]) -> list[int]:
     sums = []
     for tensor in tensors:
         numbers = tensor.detach().reshape(-1).view(torch.uint8)
-        word = next(dtype for dtype in (torch.int32, torch.int16, torch.uint8) if not len(numbers) % dtype.itemsize)
+        ends = len(numbers) | int(numbers.storage_offset())
+        word = next(t for t in (torch.int32, torch.int16, torch.uint8) if not ends % t.itemsize)
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         for start, block in enumerate(numbers.view(word).split(BLOCK)):
             place = torch.arange(start * BLOCK, start * BLOCK + len(block), device=tensor.device)

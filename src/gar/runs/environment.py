@@ -7,10 +7,12 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ from gar.config import Config, Kind, flat, kind_of
 from gar.errors import UserError, nearest
 from gar.version import __version__
 
+T = TypeVar("T")
 LIBRARIES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic", "scikit-learn", "scipy")
 
 
@@ -50,6 +53,43 @@ def computing_threads(threads: int | None) -> Iterator[None]:
     finally:
         if threads is not None:
             torch.set_num_threads(before)
+
+
+def in_threads(do: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+    """``do`` for every item, in ``threads`` threads, torch computing with one thread in each of them.
+
+    What is computed for an item has then the same bits for every number of threads. Gradient mode and other
+    settings of a thread have to be set inside ``do``. The first error ends it all.
+    """
+    before, waiting = torch.get_num_threads(), _Taken(items)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        for item in waiting:
+            do(item)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for worker in as_completed([pool.submit(work) for _ in range(threads)]):
+                    worker.result()
+            finally:  # the pool waits for the items that were begun, no more
+                waiting.ended = True
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Taken(Iterator[T]):
+    """An iterator that several threads take from."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items, self._lock, self.ended = iter(items), threading.Lock(), False
+
+    def __next__(self) -> T:
+        with self._lock:
+            if self.ended:
+                raise StopIteration
+            return next(self._items)
 
 
 def environment(config: Config) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,20 +89,23 @@ class Checksums:
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, path: Path) -> str:
         path = path.absolute()
         before = self._state(path)
-        known = self._known.pop(path, None)
-        if known is not None and known[0] == before:
-            self._known[path] = known
-            return known[1]
+        with self._lock:
+            known = self._known.pop(path, None)
+            if known is not None and known[0] == before:
+                self._known[path] = known  # now the last one
+                return known[1]
         read = time.time()
         found = checksum(path)
         if self._state(path) == before and read - max(before[-2:]) / 1e9 > RACY:
-            self._known[path] = before, found
-            while len(self._known) > REMEMBERED:
-                del self._known[next(iter(self._known))]
+            with self._lock:
+                self._known[path] = before, found
+                while len(self._known) > REMEMBERED:
+                    del self._known[next(iter(self._known))]
         return found
 
     @staticmethod

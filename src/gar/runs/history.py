@@ -11,7 +11,6 @@ from typing import Any
 from gar.runs.files import append_text, write_text
 from gar.runs.tracking import Tracker
 
-
 #: Seconds between writes of the lines noted meanwhile, for whoever follows the file.
 PACE = 1.0
 
@@ -19,8 +18,8 @@ PACE = 1.0
 class History:
     """Appends to a file, or only remembers when ``path`` is None; a tracker gets every line too.
 
-    Lines are on the disk after :meth:`flush`, which comes before every checkpoint: a run that goes on from one
-    computes the later ones again.
+    Lines are on the disk after :meth:`flush`, which comes before every checkpoint: a run that goes on from
+    one computes the later ones again.
 
     Lines: ``{"update", "loss", "tasks": {name: loss}, "gradient_norm", "learning_rate"}`` after an update
     (1-based) and ``{"update", "evaluation": {...}}`` at trajectory checkpoints.
