@@ -498,7 +498,7 @@ def test_threads_of_a_run_end_with_it(world: Path, tmp_path: Path) -> None:
 def test_every_key_says_what_it_is() -> None:
     keys = {key: kind_of(key) for key in flat(Config().to_dict())}
     assert {key for key, kind in keys.items() if kind is Kind.BOOKKEEPING} == {
-        *("checkpoint.every", "checkpoint.keep", "evaluation.every", "tracking", "preset")
+        *("checkpoint.every", "checkpoint.pause", "checkpoint.keep", "evaluation.every", "tracking", "preset")
     }
     assert {key for key, kind in keys.items() if kind is Kind.PLACE} == {
         *("device", "threads", "data_dir", "plugins", "cache.enabled", "cache.directory", "observation"),

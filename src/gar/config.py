@@ -185,6 +185,9 @@ class CheckpointConfig(Section):
     every: Bookkeeping[int] = Field(
         0, ge=0, description="updates between checkpoints; 0: only at the end or when interrupted"
     )
+    pause: Bookkeeping[float] = Field(
+        0, ge=0, description="least seconds between two of them while training goes on"
+    )
     keep: Bookkeeping[int] = Field(2, ge=1)
 
 

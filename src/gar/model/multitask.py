@@ -69,7 +69,7 @@ class MultiTaskModel(nn.Module):
         config: BackboneConfig,
         precision: str = "float32",
         *,
-        digest: Digest | None = None,
+        pretrained: Pretrained | None = None,
     ) -> None:
         super().__init__()
         if precision not in PRECISIONS:
@@ -95,9 +95,12 @@ class MultiTaskModel(nn.Module):
             )
         # Digest of the weights that the backbone's name stands for, before the site takes any out; None where
         # a saved model holds them anyway.
-        holds = config.trainable or config.random_weights
-        self._digests = {"backbone": digest or Digest(), "tail": Digest()}
-        self._pretrained = None if holds else self._digests["backbone"](backbone)
+        self._digests = {"backbone": Digest(), "tail": Digest()}
+        if pretrained is not None and pretrained.model is backbone:
+            self._digests["backbone"] = pretrained.digest
+        self._pretrained = None
+        if not (config.trainable or config.random_weights):
+            self._pretrained = pretrained.fingerprint if pretrained else self._digests["backbone"](backbone)
         classes = {task.name: len(task.labels) for task in tasks}
         self.site = SITES[experts.site](Blueprint(backbone, entry, config, experts, classes))
         for name, module in self.site.modules().items():
@@ -152,16 +155,16 @@ class MultiTaskModel(nn.Module):
             )
         experts = experts if isinstance(experts, ExpertsConfig) else ExpertsConfig(**(experts or {}))
         if pretrained is None:
-            tokenizer, backbone, digest = load_tokenizer(name), load_backbone(name), None
+            tokenizer, backbone = load_tokenizer(name), load_backbone(name)
         elif pretrained.config != name:
             raise ValueError(f"pretrained is {pretrained.config}, expected {name}")
         else:
-            changed = name.trainable or SITES[experts.site].replaces_ffn
-            tokenizer, backbone = pretrained.tokenizer, pretrained.backbone(changed)
-            digest = None if changed else pretrained.digest
+            tokenizer = pretrained.tokenizer
+            backbone = pretrained.backbone(changes_backbone(name, experts))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(backbone, tokenizer, _task_infos(tasks), experts, name, precision, digest=digest)
+            infos = _task_infos(tasks)
+            return cls(backbone, tokenizer, infos, experts, name, precision, pretrained=pretrained)
 
     @classmethod
     def _load_saved(cls, directory: Path, saved: _saved.SavedModel) -> Self:
@@ -400,6 +403,11 @@ class MultiTaskModel(nn.Module):
         if name not in self.tasks:
             raise one_of("task", name, self.tasks)
         return self.tasks[name]
+
+
+def changes_backbone(config: BackboneConfig, experts: ExpertsConfig) -> bool:
+    """Whether a model trains its backbone or takes modules out of it."""
+    return config.trainable or SITES[experts.site].replaces_ffn
 
 
 @contextlib.contextmanager

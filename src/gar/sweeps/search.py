@@ -48,7 +48,7 @@ FIRST_SEED = 1000
 #: The folder of a method's candidates. Reports pass hidden folders over: scores on the probe are no results.
 CANDIDATES = ".candidates"
 #: Updates between the checkpoints of a candidate.
-CHECKPOINT_EVERY = 100
+CHECKPOINTS = 100
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class _Scorer:
 
     def _combination(self, values: Values) -> Combination:
         tree = self.budget.apply(_with_values(self.base, self.where, {**values, **self.locked}))
-        found = Combination(*self.place, "", tree, {"checkpoint.every": CHECKPOINT_EVERY})
+        found = Combination(*self.place, "", tree, CHECKPOINTS)
         content = [
             found.digest,
             found.data,

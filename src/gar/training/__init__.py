@@ -3,11 +3,13 @@
 from gar.training.gradients import fill_gradients
 from gar.training.loop import Hooks, Interrupted, fit
 from gar.training.run import train, train_from_config
+from gar.training.sharing import Shared
 from gar.training.updater import TrainingFailure, Updater
 
 __all__ = [
     "Hooks",
     "Interrupted",
+    "Shared",
     "TrainingFailure",
     "Updater",
     "fill_gradients",

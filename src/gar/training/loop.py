@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gar.config import Config
 from gar.data.task import Mixture
 from gar.evaluation import EvaluationFailure, diagnose, evaluate
-from gar.features.sources import make_sources
+from gar.features.sources import Progress, Source, make_sources
 from gar.model import MultiTaskModel
 from gar.runs.history import History
 from gar.runs.stopping import StopSignals
 from gar.training import checkpoint
 from gar.training.captured import CapturedUpdates
 from gar.training.updater import TrainingFailure, Updater
+
+#: Makes the sources of a mixture's training and validation splits, telling how far it is.
+Sources = Callable[[Progress | None], tuple[Source, Source]]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -42,13 +46,16 @@ def fit(
     checkpoints: Path | None = None,
     resume: bool = False,
     hooks: Hooks | None = None,
+    sources: Sources | None = None,
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
 
-    Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end.
+    Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end. ``sources`` makes those of the
+    mixture's training and validation splits where something better is at hand than to begin from the texts.
     """
     hooks, history = hooks or Hooks(), history or History(None)
-    source, validation = make_sources(model, mixture, config.cache, hooks.features)
+    make: Sources = sources or partial(make_sources, model, mixture, config.cache)
+    source, validation = make(hooks.features)
     updater = Updater(model, source, config, [task.name for task in mixture.tasks])
     total = updater.total
     start, seconds = 0, 0.0
@@ -57,9 +64,12 @@ def fit(
         start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
     history.rewind(start, hooks.message)
     updates = CapturedUpdates.of(updater) or updater
+    saved = time.monotonic()
 
     def save(done: int) -> None:
+        nonlocal saved
         updater.check(done)
+        saved = time.monotonic()
         if checkpoints is not None:
             history.flush()
             facts, keep = {"seconds": seconds}, config.checkpoint.keep
@@ -85,8 +95,9 @@ def fit(
                 began = time.perf_counter()
             if is_due(config.evaluation.every, last) and last < total:
                 history.evaluation(last, measure(last, evaluate))
+            rested = time.monotonic() - saved >= config.checkpoint.pause
             # The last one protects finished weights while they are measured and written.
-            if stopping() or last == total or is_due(config.checkpoint.every, last):
+            if stopping() or last == total or (is_due(config.checkpoint.every, last) and rested):
                 save(last)
             if stopping():
                 raise Interrupted(f"stopped after update {last} of {total}")
