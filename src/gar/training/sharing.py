@@ -125,9 +125,10 @@ class Shared:
     def _tokens(
         self, loaded: _Loaded, part: str, model: MultiTaskModel, backbone: Hashable
     ) -> TokenizedSplit:
+        """``backbone`` is the key of the model's, which holds the tokenizer and the maximum length."""
         length, split = model.config.max_length, getattr(loaded.task, part)
         _, tokens = self._data.kept(
-            lambda: loaded.key and backbone and ("tokens", loaded.key, part, backbone, length),
+            lambda: loaded.key and backbone and ("tokens", loaded.key, part, backbone),
             lambda: tokenize_split(model.tokenizer, split, length),
             _token_bytes,
         )
