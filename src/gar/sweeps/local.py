@@ -226,8 +226,9 @@ def gpu_memory() -> list[int]:
             else ""
         )
         rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines()]
-        free = {name: int(mebibytes) << 20 for index, uuid, mebibytes in rows for name in (index, uuid)}
-    except (OSError, ValueError, subprocess.SubprocessError):
+        known = [row for row in rows if row[2].isdigit()]
+        free = {name: int(mebibytes) << 20 for *both, mebibytes in known for name in both}
+    except (OSError, IndexError, subprocess.SubprocessError):
         free = {}
     return [free.get(name, 0) for name in names]
 
