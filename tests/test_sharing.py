@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from gar.model.backbone import Digest, Pretrained, _bit_sums, fingerprint
 from gar.model.multitask import MultiTaskModel
 from gar.runs import files
 from gar.runs.environment import in_threads
-from gar.runs.files import Checksums, checksum
+from gar.runs.files import Checksums, checksum, parts_checksum
 from gar.training import Shared, sharing, train_from_config
 from gar.training.sharing import Shelf
 from support import tiny_runs
@@ -102,7 +103,8 @@ def test_a_second_run_loads_nothing(
         (sharing, "tokenize_split"),
         (backbones, "load_backbone"),
         (backbones, "load_tokenizer"),
-        (files, "checksum"),
+        (files.remembered_checksum, "_of"),
+        (_cache.remembered_checksum, "_of"),
     ):
         monkeypatch.setattr(module, loader, lambda *_, loader=loader: pytest.fail(f"{loader} was called"))
     config = make_config(world, **CHANGES[name], seed=7)
@@ -315,9 +317,8 @@ def test_a_file_is_read_again_when_it_may_have_changed(
         read.append(file.name)
         return checksum(file)
 
-    monkeypatch.setattr(files, "checksum", reading)
     monkeypatch.setattr(files, "REMEMBERED", 2)
-    remembered, clock = Checksums(), SimpleNamespace(time=lambda: 0.0)
+    remembered, clock = Checksums(reading), SimpleNamespace(time=lambda: 0.0)
     monkeypatch.setattr(files, "time", clock)
     path, now = tmp_path / "a", 0.0
     path.write_text("w1 w2")
@@ -342,6 +343,28 @@ def test_a_file_is_read_again_when_it_may_have_changed(
         (tmp_path / name).write_text(name)
         remembered(tmp_path / name)
     assert look(60)  # two later ones have taken its place
+
+
+@pytest.mark.parametrize("part", [1, 7, 100, 1 << 26])
+@pytest.mark.parametrize("size", [0, 1, 7, 99, 100, 101])
+def test_the_checksum_of_parts_sees_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, size: int
+) -> None:
+    monkeypatch.setattr(files, "PART", part)
+    monkeypatch.setattr(files, "BLOCK", 3)
+    content = bytes(i * 37 % 256 for i in range(size))
+    path = tmp_path / "file"
+    changed = [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(size)]
+    found = set()
+    for other in (content, content + b"\0", content[:-1], content + content, *changed):
+        path.write_bytes(other)
+        found.add(parts_checksum(path))
+        parts = [
+            hashlib.blake2b(other[i : i + part], digest_size=16).digest() for i in range(0, len(other), part)
+        ]
+        whole = b"".join([len(other).to_bytes(8, "little"), *parts])
+        assert parts_checksum(path) == hashlib.blake2b(whole, digest_size=16).hexdigest()
+    assert len(found) == len({content, content + b"\0", content[:-1], content + content, *changed})
 
 
 def summed(tensor: torch.Tensor) -> int:
@@ -452,8 +475,8 @@ def test_entries_are_read_ahead_and_not_again(tmp_path: Path, monkeypatch: pytes
     (entry / "lost.npy").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(files, "RACY", -1.0)
     _cache.check_ahead([entry, tmp_path / "features" / "missing"])
-    monkeypatch.setattr(files, "checksum", lambda path: pytest.fail("read again"))
-    assert files.remembered_checksum(entry / "base.npy") == checksum(entry / "base.npy")
+    monkeypatch.setattr(_cache.remembered_checksum, "_of", lambda path: pytest.fail("read again"))
+    assert _cache.remembered_checksum(entry / "base.npy") == parts_checksum(entry / "base.npy")
 
 
 # ---------------------------------------------------------------------- a saved tokenizer

@@ -28,10 +28,13 @@ from torch import Tensor
 
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
-from gar.runs.files import checksum, remembered_checksum
+from gar.runs.files import Checksums, parts_checksum
 
-VERSION = 1
+#: Of what an entry's name stands for; and of the manifest, another one of which is built again in its place.
+VERSION, LAYOUT = 1, 2
 MANIFEST = "manifest.json"
+#: Features are large: several threads read them, and a process reads them once.
+remembered_checksum = Checksums(parts_checksum)
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,9 @@ class Writer:
                 first, lengths = self.tokens.offsets[indices], self.tokens.lengths[indices]
                 valid = np.arange(values.shape[1]) < lengths[:, None]
                 rounded = rounded[torch.from_numpy(valid).to(values.device)]
-            states = rounded.cpu().numpy()
-            if not np.isfinite(states).all():
+            if not rounded.isfinite().all():
                 raise does_not_fit(self.dtype.name)
+            states = rounded.cpu().numpy()
             with self._writing:
                 array = self._array(name, values)
                 for row, part in zip(first, np.split(states, np.cumsum(lengths)[:-1]), strict=True):
@@ -116,9 +119,9 @@ class Writer:
         """Complete the files and list them, with their checksums, in the manifest."""
         self.close()
         np.save(self.directory / "offsets.npy", self.tokens.offsets, allow_pickle=False)
-        files = {path.name: checksum(path) for path in sorted(self.directory.glob("*.npy"))}
+        files = {path.name: parts_checksum(path) for path in sorted(self.directory.glob("*.npy"))}
         (self.directory / MANIFEST).write_text(
-            json.dumps({"version": VERSION, "files": files}), encoding="utf-8"
+            json.dumps({"version": LAYOUT, "files": files}), encoding="utf-8"
         )
 
 
@@ -199,7 +202,7 @@ def _build(entry: Path, tokens: TokenizedSplit, dtype: np.dtype[Any], fill: Call
 def _open(entry: Path) -> Features | None:
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION or any(
+        if manifest["version"] != LAYOUT or any(
             remembered_checksum(entry / n) != c for n, c in manifest["files"].items()
         ):
             return None

@@ -7,11 +7,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 22  # bytes read at a time
+PART = 1 << 26  # bytes of a large file that one thread reads
 #: A file that changed less than so many seconds ago may change again without a trace in its times.
 RACY = 2.0
 #: Files whose checksums a process remembers.
@@ -79,15 +81,33 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def parts_checksum(path: Path) -> str:
+    """Digest of a file's size and the digests of its parts, several of which are read at a time."""
+    size = path.stat().st_size
+
+    def digest(first: int) -> bytes:
+        found, left = hashlib.blake2b(digest_size=16), PART
+        with path.open("rb") as file:
+            file.seek(first)
+            while left and (block := file.read(min(BLOCK, left))):
+                found.update(block)
+                left -= len(block)
+        return found.digest()
+
+    with ThreadPoolExecutor() as pool:
+        return checksum_of(b"".join([size.to_bytes(8, "little"), *pool.map(digest, range(0, size, PART))]))
+
+
 class Checksums:
-    """:func:`checksum` that does not read a file again which has not changed since it was read.
+    """Checksums ``of`` files, without reading a file again which has not changed since it was read.
 
     "Not changed" is the same inode, size and times of change, the later of which was more than ``RACY``
     seconds old when the file was read: within the resolution of these times a change would not show. As many
     files are remembered as ``REMEMBERED``, the last asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: Callable[[Path], str]) -> None:
+        self._of = of
         self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._lock = threading.Lock()
 
@@ -100,7 +120,7 @@ class Checksums:
                 self._known[path] = known  # now the last one
                 return known[1]
         read = time.time()
-        found = checksum(path)
+        found = self._of(path)
         if self._state(path) == before and read - max(before[-2:]) / 1e9 > RACY:
             with self._lock:
                 self._known[path] = before, found
@@ -115,7 +135,7 @@ class Checksums:
 
 
 #: Of this process: what it says depends on the files alone.
-remembered_checksum = Checksums()
+remembered_checksum = Checksums(checksum)
 
 
 def checksum_of(content: bytes) -> str:
