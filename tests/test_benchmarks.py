@@ -63,6 +63,20 @@ def test_the_script_of_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < errors[0] < 1e-4 < 1e-3 < errors[1] < 0.2
 
 
+def test_the_script_of_the_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    module = script("starts.py")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    module["main"](runs=2, updates=2, share=0.001, width=32, device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (lines[2], *lines[4:]))
+    assert [row[0] for row in rows] == ["0, gar", "1, baseline"]
+    for row in rows:
+        seconds = dict(zip(heads[1:], map(float, row[1:]), strict=True))
+        assert all(value > 0 for part, value in seconds.items() if part != "rest")
+        # Nothing is counted twice, or there would be less than nothing left for the rest.
+        assert seconds["rest"] > -0.01
+
+
 def test_bench_names_the_architectures_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "step", "--model", "minilmm"]) == 2
     assert "did you mean 'minilm'" in capsys.readouterr().err

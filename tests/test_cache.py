@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -287,6 +288,22 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) 
     apply_damage(entry_of(tmp_path) / name, damage)
     check(open_or_build(tmp_path, FACTS, TOKENS, "float32", counting))
     assert len(built) == 2
+
+
+def test_an_entry_of_another_layout_is_built_again(tmp_path: Path) -> None:
+    open_or_build(tmp_path, FACTS, TOKENS, "float32", fill)
+    manifest = entry_of(tmp_path) / _cache.MANIFEST
+    tree = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**tree, "version": 1}))
+    built: list[int] = []
+
+    def again(writer: Writer) -> None:
+        built.append(1)
+        fill(writer)
+
+    check(open_or_build(tmp_path, FACTS, TOKENS, "float32", again))
+    assert built == [1]
+    assert json.loads(manifest.read_text()) == tree
 
 
 def test_any_flipped_byte_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:

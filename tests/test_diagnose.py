@@ -16,11 +16,12 @@ import yaml
 import gar
 from gar import report
 from gar.cli.app import run as gar_command
-from gar.config import CacheConfig
+from gar.config import CacheConfig, EvaluationConfig
 from gar.data import Mixture, Split, Task
 from gar.data.tokenize import tokenize_split
 from gar.evaluation.diagnosis import collapse_notes, diagnose, gradient_shares, most_lifted, readable_token
 from gar.evaluation.measure import evaluate
+from gar.features import make_source
 from gar.model.multitask import MultiTaskModel
 from gar.report import _tables as tables
 from gar.report import figures
@@ -144,6 +145,22 @@ def test_cached_features_count_alike(backbones: Directories, tmp_path: Path) -> 
     model = model_for(backbones["bert"], mixture)
     cached = diagnose(model, mixture, cache=CacheConfig(directory=str(tmp_path)), minimum_count=3)
     assert cached["seen"] == diagnose(model, mixture, cache=UNCACHED, minimum_count=3)["seen"]
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_batches_do_not_matter_and_nothing_is_tokenized_again(
+    backbones: Directories, monkeypatch: pytest.MonkeyPatch, site: str, batch_tokens: int
+) -> None:
+    mixture = make_mixture()
+    model = model_for(backbones["bert"], mixture, site=site)
+    source = make_source(model, [task.validation for task in mixture.tasks], UNCACHED)
+    expected = diagnose(model, mixture, cache=UNCACHED, minimum_count=2)
+    monkeypatch.setattr(type(model.tokenizer), "__call__", lambda *_, **__: pytest.fail("tokenized again"))
+    options = EvaluationConfig(batch_tokens=batch_tokens)
+    found = diagnose(model, mixture, source=source, options=options, minimum_count=2)
+    assert found["seen"] == expected["seen"]
+    assert found["routing"]["counts"] == expected["routing"]["counts"]
 
 
 def test_most_lifted_degenerate() -> None:

@@ -18,7 +18,7 @@ import gar
 from gar.config import CacheConfig, EvaluationConfig, build
 from gar.data import Mixture, Split, Task
 from gar.errors import UserError
-from gar.evaluation.measure import EvaluationFailure, _grams, evaluate
+from gar.evaluation.measure import EvaluationFailure, _grams, _together, evaluate
 from gar.model.multitask import MultiTaskModel
 from gar.runs.history import History, read_lines
 from gar.training.loop import fit
@@ -262,6 +262,21 @@ def test_batches_of_the_forward_do_not_matter(directory: str) -> None:
     model = model_for(directory, mixture)
     small, large = (measure(model, mixture, batch_tokens=tokens) for tokens in (1, 10_000))
     assert_sections(small, large, 1e-12)
+
+
+@pytest.mark.parametrize("tokens", [0, 12, 30, 1000])
+def test_batches_of_the_probe_go_together_as_long_as_they_fit(tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(1, 9, rng.integers(1, 4)) for _ in range(20)]
+    spans = list(_together(batches, tokens))
+    assert [i for first, stop in spans for i in range(first, stop)] == list(range(20))
+
+    def padded(first: int, stop: int) -> int:
+        lengths = np.concatenate(batches[first:stop])
+        return len(lengths) * int(lengths.max())
+
+    assert all(stop - first == 1 or padded(first, stop) <= tokens for first, stop in spans)
+    assert all(padded(first, stop + 1) > tokens for first, stop in spans if stop < 20)
 
 
 def test_gram_matrices_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from gar.runs.history import History, read_lines
 from gar.runs.reading import read_run
 from gar.runs.state import State
 from gar.runs.stopping import StopSignals
-from gar.training import Hooks, Interrupted, TrainingFailure, fit, train, train_from_config
+from gar.training import Hooks, Interrupted, TrainingFailure, checkpoint, fit, train, train_from_config
 from support import tiny_runs
 from support.tiny_runs import make_config, same_bits, weights
 
@@ -495,10 +495,26 @@ def test_threads_of_a_run_end_with_it(world: Path, tmp_path: Path) -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(("pause", "updates"), [(0, [2, 4, 5]), (1e9, [5])])
+def test_checkpoints_that_follow_too_soon_are_left_out(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float, updates: list[int]
+) -> None:
+    written: list[int] = []
+    save = checkpoint.save
+
+    def saving(root: Path, update: int, *state: Any) -> Path:
+        written.append(update)
+        return save(root, update, *state)
+
+    monkeypatch.setattr(checkpoint, "save", saving)
+    train_from_config(make_config(world, checkpoint={"every": 2, "pause": pause}), tmp_path / "run")
+    assert written == updates
+
+
 def test_every_key_says_what_it_is() -> None:
     keys = {key: kind_of(key) for key in flat(Config().to_dict())}
     assert {key for key, kind in keys.items() if kind is Kind.BOOKKEEPING} == {
-        *("checkpoint.every", "checkpoint.keep", "evaluation.every", "tracking", "preset")
+        *("checkpoint.every", "checkpoint.pause", "checkpoint.keep", "evaluation.every", "tracking", "preset")
     }
     assert {key for key, kind in keys.items() if kind is Kind.PLACE} == {
         *("device", "threads", "data_dir", "plugins", "cache.enabled", "cache.directory", "observation"),

@@ -33,7 +33,7 @@ from gar.runs.state import State, state_of
 from gar.runs.stopping import StopSignals
 from gar.sweeps import store
 from gar.sweeps.executors import Event, Job, available_cores, drive, threads_of
-from gar.sweeps.local import LocalExecutor, describe_exit
+from gar.sweeps.local import GpuUse, LocalExecutor, describe_exit, fitting_jobs, gpu_memory
 from gar.sweeps.progress import View
 from gar.sweeps.store import hold
 from gar.sweeps.suite import Suite, build_suite, load_suite
@@ -376,6 +376,65 @@ def test_a_worker_serves_one_job_after_another(tmp_path: Path) -> None:
         ends = play(executor, [f"good-{i}" for i in range(20)], tmp_path)
     assert len(ends) == 20
     assert len({event.facts["accuracy"] for event in ends.values()}) <= 2
+
+
+PART, WHOLE, NONE = GpuUse.PART, GpuUse.WHOLE, GpuUse.NONE
+
+
+@pytest.mark.parametrize(
+    ("uses", "free", "cores", "jobs"),
+    [
+        ({PART}, [80], 16, 3),
+        ({PART, NONE}, [80], 16, 3),
+        ({PART}, [80], 2, 2),  # a core for each
+        ({PART}, [80], 1, 1),
+        ({PART}, [25], 16, 2),  # memory for each
+        ({PART}, [8], 16, 1),
+        ({PART}, [0], 16, 1),  # unknown
+        ({PART}, [80, 80], 16, 6),
+        ({PART}, [80, 0], 16, 2),
+        ({PART}, [80] * 8, 16, 16),
+        ({WHOLE}, [80], 16, 1),
+        ({PART, WHOLE}, [80, 80], 16, 2),
+        ({NONE}, [80], 16, 1),
+        (set(), [80], 16, 1),
+        ({PART}, [], 16, 1),
+    ],
+)
+def test_by_default_runs_fill_the_gpus(uses: set[GpuUse], free: list[int], cores: int, jobs: int) -> None:
+    assert fitting_jobs(uses, [gib << 30 for gib in free], cores) == jobs
+
+
+@pytest.mark.parametrize(
+    ("changes", "use"),
+    [
+        ({}, PART),
+        ({"device": "cuda"}, PART),
+        ({"device": "cpu"}, NONE),
+        ({"cache.enabled": False}, WHOLE),
+        ({"backbone.trainable": True}, WHOLE),
+        ({"backbone.trainable": True, "device": "cpu"}, NONE),
+    ],
+)
+def test_what_a_run_takes_of_a_gpu(tmp_path: Path, changes: dict[str, Any], use: GpuUse) -> None:
+    suite = tiny_suite(set={"device": "auto", **changes})
+    assert make_plan(suite, tmp_path).uses == {use}
+
+
+def test_free_memory_is_that_of_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 0, GPU-aa, 81000\necho 1, GPU-bb, 500\necho 2, GPU-cc, [N/A]")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb, 0,GPU-cc,MIG-x")
+    assert gpu_memory() == [500 << 20, 81000 << 20, 0, 0]
+    tool.write_text("#!/bin/sh\nexit 9")
+    assert gpu_memory() == [0, 0, 0, 0]
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_memory() == [0, 0, 0, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_memory() == []
 
 
 def test_workers_stop_when_asked(tmp_path: Path) -> None:

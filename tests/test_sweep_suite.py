@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gar.errors import UserError
-from gar.sweeps.suite import CHECKPOINT_EVERY, Suite, build_suite, load_suite, shipped
+from gar.sweeps.suite import CHECKPOINTING, Suite, build_suite, load_suite, shipped
 
 METHODS, MIXTURES, TASKS, SEEDS = 7, 5, 5, 5
 SHIPPED = {
@@ -150,7 +150,8 @@ def test_mixtures_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_sweep_have_checkpoints_unless_told_otherwise() -> None:
-    assert next(suite(mixtures=["five"]).runs()).tree()["checkpoint"]["every"] == CHECKPOINT_EVERY
+    tree = next(suite(mixtures=["five"]).runs()).tree()["checkpoint"]
+    assert {f"checkpoint.{key}": tree[key] for key in ("every", "pause")} == CHECKPOINTING
     assert (
         next(suite(mixtures=["five"], set={"checkpoint.every": 0}).runs()).tree()["checkpoint"]["every"] == 0
     )

@@ -173,7 +173,9 @@ class EvaluationConfig(Section):
     every: Bookkeeping[int] = Field(
         0, ge=0, description="updates between evaluations during training; 0: only at the end"
     )
-    batch_tokens: Place[int] = Field(16384, ge=1, description="padded tokens per forward pass")
+    batch_tokens: Place[int | None] = Field(
+        None, ge=1, description="padded tokens per forward pass; default: what suits the device"
+    )
     probe_examples: int = Field(
         256, ge=1, description="per task, for the gradient probe; checked between whole loader batches"
     )
@@ -182,6 +184,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     every: Bookkeeping[int] = Field(
         0, ge=0, description="updates between checkpoints; 0: only at the end or when interrupted"
+    )
+    pause: Bookkeeping[float] = Field(
+        0, ge=0, description="least seconds between two of them while training goes on"
     )
     keep: Bookkeeping[int] = Field(2, ge=1)
 

@@ -18,7 +18,7 @@ from gar.errors import UserError
 from gar.methods import REGISTRY
 from gar.runs import State, state_of
 from gar.runs.names import CONFIG
-from gar.training import train_from_config
+from gar.training import Shared, train_from_config
 
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
 
@@ -47,6 +47,7 @@ def quickstart(
         )
     results = []
     mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)
+    shared = Shared()
     references = [name for name, method in REGISTRY.items() if method.reference]
     directories = {name: out / f"{name}-seed{base.seed}" for name in (*references, base.method.name)}
     for method, directory in directories.items():
@@ -59,7 +60,7 @@ def quickstart(
         elif directory.is_dir():
             _make_way(directory)
         with progress_hooks(method) as hooks:
-            results.append(train_from_config(config, directory, resume=done, hooks=hooks))
+            results.append(train_from_config(config, directory, resume=done, hooks=hooks, shared=shared))
     title = f"{mixture.name}, {results[0]['updates']} updates, seed {base.seed}"
     console.print(result_table(results, majority_shares(mixture), title))
     console.print("One seed: differences of this size come and go with the seed; see gar sweep for several.")

@@ -17,7 +17,7 @@ from gar.errors import UserError, path_kind
 from gar.presets.catalogue import resolve_config
 from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
-from gar.sweeps.local import LocalExecutor
+from gar.sweeps.local import GpuUse, LocalExecutor, fitting_jobs
 from gar.sweeps.progress import View
 from gar.sweeps.search import Budget, Found, SearchError, space, sweeping
 from gar.sweeps.search import search as search_methods
@@ -45,7 +45,9 @@ def search(
     out: Annotated[
         Path, typer.Option(help="Where candidates and choices go; start again there to go on.")
     ] = Path("search"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: what fills the GPUs, on a CPU 1.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     updates: Annotated[
         int | None,
@@ -68,11 +70,12 @@ def search(
     for _, _, methods, _ in comparisons:
         for name in methods:
             space(name)
+    uses = {GpuUse.of(bases(name)) for _, _, methods, bases in comparisons for name in methods}
     console = Console()
     try:
         with (
             hold(out),
-            LocalExecutor(jobs, out / SWEEP) as executor,
+            LocalExecutor(jobs or fitting_jobs(uses), out / SWEEP) as executor,
             StopSignals() as stopping,
             View(0) as view,
         ):

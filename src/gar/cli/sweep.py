@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from gar.cli.options import DataDirOption, DeviceOption, Format, FormatOption, option_overrides
 from gar.runs import State
 from gar.sweeps.executors import available_cores
-from gar.sweeps.local import LocalExecutor
+from gar.sweeps.local import LocalExecutor, fitting_jobs
 from gar.sweeps.progress import duration
 from gar.sweeps.ray import RayExecutor
 from gar.sweeps.store import SWEEP
@@ -63,7 +63,7 @@ def run(
         "runs"
     ),
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; default 1, on Ray what fits.")
+        int | None, typer.Option(min=1, help="Runs at a time; default: what fills the GPUs, on a CPU 1.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan and an estimate.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
@@ -92,13 +92,14 @@ def run(
     found = load_suite(suite, overrides or []).replace(chosen)
     plan = make_plan(found, out, retry_failed)
     console = Console(stderr=not dry_run)
-    _show_plan(console, found, plan, jobs or 1)
+    here = jobs or (1 if executor is Where.ray else fitting_jobs(plan.uses))
+    _show_plan(console, found, plan, here)
     if dry_run:
         return
     where = (
         RayExecutor(address, jobs=jobs, cpus=cpus, gpus=gpus, retries=retries)
         if executor is Where.ray
-        else LocalExecutor(jobs or 1, out / SWEEP)
+        else LocalExecutor(here, out / SWEEP)
     )
     with where:
         outcome = run_sweep(plan, where, keep_models=not no_models)

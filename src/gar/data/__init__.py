@@ -14,7 +14,7 @@ from gar.data._describe import (
     majority_shares,
     overlap,
 )
-from gar.data._identity import identity
+from gar.data._identity import contents, identity
 from gar.data._permutation import fixed_permutation
 from gar.data.check import TaskFacts, check_mixture
 from gar.data.load import load, load_mixture, load_task, read_texts
@@ -33,6 +33,7 @@ __all__ = [
     "TaskReport",
     "cache_root",
     "check_mixture",
+    "contents",
     "describe_mixture",
     "encode_lengths",
     "find_mixture",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from pathlib import Path
@@ -11,8 +10,10 @@ from gar.config import MixtureConfig, TaskConfig
 from gar.data import _bigbench
 from gar.data._files import data_file, file_format
 from gar.data.load import local_files, resolve
+from gar.data.paths import cache_root
 from gar.data.registry import RegisteredTask
 from gar.errors import path_errors
+from gar.runs.files import remembered_checksum
 
 
 def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[str, str]:
@@ -25,6 +26,21 @@ def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[
     """
     _, entries = resolve(config)
     return {entry.name: _digest(_source(entry, data_dir)) for entry in entries}
+
+
+def contents(
+    entry: RegisteredTask | TaskConfig,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+) -> str:
+    """One task's digest as in :func:`identity`, but of BIG-bench's file too, which is fetched for it.
+
+    Equal digests are equal rows. What comes from the hub is believed to be what it was.
+    """
+    source = [_source(entry, data_dir)]
+    if isinstance(entry, RegisteredTask) and entry.bigbench is not None:
+        source.append(remembered_checksum(_bigbench.fetch(entry.bigbench, cache_root(cache_dir))))
+    return _digest(source)
 
 
 def _source(entry: RegisteredTask | TaskConfig, data_dir: str | Path | None) -> object:
@@ -44,12 +60,4 @@ def _digest(source: object) -> str:
 def _content(file: Path) -> list[str]:
     file = data_file(file)
     with path_errors(file):
-        status = file.stat()
-        content = _file_digest(file.absolute(), status.st_size, status.st_mtime_ns)
-    return [file_format(file), content]
-
-
-@functools.lru_cache(maxsize=1024)
-def _file_digest(file: Path, size: int, mtime_ns: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return [file_format(file), remembered_checksum(file)]

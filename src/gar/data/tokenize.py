@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,8 @@ def tokenize_split(tokenizer: PreTrainedTokenizerBase, split: Split, max_length:
         ids += [row or [int(tokenizer.pad_token_id)] for row in encoded_ids]
         types += [row or [0] for row in encoded_types]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids], dtype=np.int64)]).astype(np.int64)
-    flat = np.fromiter((i for row in ids for i in row), np.int32, count=int(offsets[-1]))
-    flat_types = np.fromiter((i for row in types for i in row), np.int8) if types else None
+    flat = np.fromiter(chain.from_iterable(ids), np.int32, count=int(offsets[-1]))
+    flat_types = np.fromiter(chain.from_iterable(types), np.int8, count=len(flat)) if types else None
     return TokenizedSplit(flat, offsets, flat_types, split.labels)
 
 
@@ -70,6 +71,7 @@ def _encode(
         truncation="longest_first" if pairs is not None else True,
         max_length=max_length,
         padding=False,
+        return_attention_mask=False,
     )
     return encoding["input_ids"], encoding.get("token_type_ids", [])
 

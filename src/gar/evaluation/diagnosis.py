@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from gar import metrics
 from gar.config import CacheConfig, EvaluationConfig
+from gar.data import check_mixture
 from gar.data.task import Mixture
 from gar.evaluation.measure import evaluate
-from gar.features import Source, tokenized
+from gar.features import Source, make_source
 from gar.metrics.gradient import MASS_FLOOR
 from gar.model import MultiTaskModel
 from gar.routing import Routing
@@ -58,8 +59,11 @@ def diagnose(
     """
     if top < 0 or minimum_count < 1:
         raise ValueError(f"top must be 0 or more and minimum_count 1 or more, got {top} and {minimum_count}")
-    tally = TALLIES[model.site.unit](model, mixture)
-    sections = evaluate(model, mixture, source=source, options=options, cache=cache, watch=tally)
+    if source is None:
+        check_mixture(model.tasks, mixture)
+        source = make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
+    tally = TALLIES[model.site.unit](model, mixture, source)
+    sections = evaluate(model, mixture, source=source, options=options, watch=tally)
     return {
         "schema": SCHEMA,
         "mixture": mixture.name,
@@ -133,26 +137,30 @@ def collapse_notes(results: Iterable[Mapping[str, Any]]) -> list[str]:
 class _Tokens:
     """Counts, for every token of the vocabulary, the experts that its occurrences select."""
 
-    def __init__(self, model: MultiTaskModel, mixture: Mixture) -> None:
-        self._tokenizer = model.tokenizer
-        self._splits = tokenized(model, [task.validation for task in mixture.tasks])
-        size = 1 + max(int(split.ids.max()) for split in self._splits)
+    def __init__(self, model: MultiTaskModel, mixture: Mixture, source: Source) -> None:
+        self._tokenizer, self._device = model.tokenizer, model.device
+        size = 1 + max(int(split.ids.max()) for split in source.splits)
         self._occurrences: NDArray[np.int64] = np.zeros(size, np.int64)
-        for split in self._splits:
+        for split in source.splits:
             self._occurrences += np.bincount(split.ids, minlength=size)
-        shape = (size, model.bank.experts.count)
+        #: The ids of each task followed by one more, which stands for padding, and where examples begin.
+        self._ids = [
+            torch.from_numpy(np.append(split.ids, size).astype(np.int64)).to(model.device)
+            for split in source.splits
+        ]
+        self._first = [torch.from_numpy(split.offsets).to(model.device) for split in source.splits]
+        shape = (size + 1, model.bank.experts.count)
         self._selections = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def __call__(self, task: int, rows: NDArray[np.int64], routing: Routing) -> None:
-        split = self._splits[task]
-        ids = np.concatenate([split.ids[split.offsets[i] : split.offsets[i + 1]] for i in rows])
         assert routing.mask is not None
-        chosen = routing.selected[routing.mask]  # row by row, as the ids are
-        index = torch.from_numpy(ids.astype(np.int64)).to(chosen.device)
-        self._selections.index_add_(0, index, chosen.long())
+        first = self._first[task][torch.from_numpy(rows).to(self._device, non_blocking=True)]
+        places = first.unsqueeze(1) + torch.arange(routing.mask.shape[1], device=self._device)
+        ids = self._ids[task][places.masked_fill(~routing.mask, len(self._ids[task]) - 1)]
+        self._selections.index_add_(0, ids.flatten(), routing.selected.flatten(0, 1).long())
 
     def seen(self, top: int, minimum_count: int) -> list[list[dict[str, Any]]]:
-        found = most_lifted(self._occurrences, self._selections.cpu().numpy(), top, minimum_count)
+        found = most_lifted(self._occurrences, self._selections[:-1].cpu().numpy(), top, minimum_count)
         return [
             [{"token": readable_token(self._tokenizer, x.item), "id": x.item, **_numbers(x)} for x in expert]
             for expert in found
@@ -162,25 +170,29 @@ class _Tokens:
 class _Labels:
     """Counts the experts that the examples of each task, and of each of its labels, select."""
 
-    def __init__(self, model: MultiTaskModel, mixture: Mixture) -> None:
-        self._labels = [task.validation.labels for task in mixture.tasks]
+    def __init__(self, model: MultiTaskModel, mixture: Mixture, source: Source) -> None:
+        self._labels = source.labels
         self._items: list[tuple[str, str | None]] = []
         self._first: list[int] = []
+        occurrences: list[int] = []
         for task in mixture.tasks:
             self._first.append(len(self._items))
             self._items += [(task.name, None), *((task.name, label) for label in task.labels)]
-        self._occurrences = np.zeros(len(self._items), np.int64)
-        self._selections = np.zeros((len(self._items), model.bank.experts.count), np.int64)
+            by_label = np.bincount(task.validation.labels, minlength=len(task.labels)).tolist()
+            occurrences += [len(task.validation), *by_label]
+        self._occurrences = np.array(occurrences)
+        shape = (len(self._items), model.bank.experts.count)
+        self._selections = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def __call__(self, task: int, rows: NDArray[np.int64], routing: Routing) -> None:
-        chosen = routing.selected.cpu().numpy()
-        for items in (np.zeros(len(rows), np.int64), 1 + self._labels[task][rows]):
-            np.add.at(self._occurrences, self._first[task] + items, 1)
-            np.add.at(self._selections, self._first[task] + items, chosen)
+        chosen, first = routing.selected.long(), self._first[task]
+        labels = self._labels[task][torch.from_numpy(rows).to(chosen.device, non_blocking=True)]
+        self._selections[first] += chosen.sum(0)
+        self._selections.index_add_(0, first + 1 + labels, chosen)
 
     def seen(self, top: int, minimum_count: int) -> list[list[dict[str, Any]]]:
         # An example counts twice, for its task and its label, which leaves an expert's usual share as it is.
-        found = most_lifted(self._occurrences, self._selections, top, minimum_count)
+        found = most_lifted(self._occurrences, self._selections.cpu().numpy(), top, minimum_count)
         return [
             [{"task": self._items[x.item][0], "label": self._items[x.item][1], **_numbers(x)} for x in expert]
             for expert in found

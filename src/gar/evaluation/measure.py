@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +29,10 @@ Watch: TypeAlias = Callable[[int, NDArray[np.int64], Routing], None]
 """Called with the task's number, the example indices and the routing of every forward of an evaluation."""
 
 BLOCK = 1 << 16  # parameters per block of the Gram matrices
+#: Padded tokens per forward pass, by device type: what stays in a CPU's caches, what keeps a GPU busy.
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+#: Memory of a forward with its backward, in forwards without.
+WITH_BACKWARD = 4
 
 
 class EvaluationFailure(RuntimeError):
@@ -80,9 +85,10 @@ def evaluate(
     if source is None:
         check_mixture(model.tasks, mixture)
         source = make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
+    tokens = options.batch_tokens or BATCH_TOKENS.get(model.device.type, 8192)
     with evaluating(model):
-        forward = forward_pass(model, mixture, source, options.batch_tokens, watch)
-        probe = gradient_probe(model, mixture, source, options.probe_examples)
+        forward = forward_pass(model, mixture, source, tokens, watch)
+        probe = gradient_probe(model, mixture, source, options.probe_examples, tokens // WITH_BACKWARD)
     return {
         "accuracy": accuracies(mixture.tasks, forward),
         "routing": routing_summary(model, mixture, forward, probe),
@@ -93,41 +99,71 @@ def evaluate(
 def forward_pass(
     model: MultiTaskModel, mixture: Mixture, source: Source, batch_tokens: int, watch: Watch | None = None
 ) -> ForwardPass:
-    """Predictions, example gates and selection counts of the whole validation split."""
-    predictions: list[NDArray[np.int64]] = []
-    gates: list[Array] = []
-    counts = np.zeros((len(mixture.tasks), model.bank.experts.count), np.int64)
-    for t, task in enumerate(mixture.tasks):
-        lengths = source.lengths[t]
-        predicted = np.empty(len(lengths), np.int64)
-        q = np.empty((len(lengths), counts.shape[1]))
-        for rows in length_bucketed(lengths, batch_tokens):
+    """Predictions, example gates and selection counts of the whole validation split.
+
+    Everything stays on the device until all is computed: the host never waits for a batch.
+    """
+    orders = [list(length_bucketed(lengths, batch_tokens)) for lengths in source.lengths]
+    predicted: list[Tensor] = []
+    gates: list[Tensor] = []
+    counts: list[Tensor] = []
+    finite: list[Tensor] = []
+    for t, (task, order) in enumerate(zip(mixture.tasks, orders, strict=True)):
+        count, sound = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.bool)
+        for rows in order:
             (logits,), routing = model.suffix(source.state([(t, rows)]), [(task.name, len(rows))])
-            _check_finite(logits, f"the validation logits of task {task.name}")
-            predicted[rows] = logits.argmax(1).cpu().numpy()
-            q[rows] = routing.example_gates().cpu().double().numpy()
-            counts[t] += routing.selected.flatten(0, -2).sum(0).cpu().numpy()
+            predicted.append(logits.argmax(1))
+            gates.append(routing.example_gates())
+            count = count.to(logits.device) + routing.selected.flatten(0, -2).sum(0)
+            sound = sound.to(logits.device) & logits.isfinite().all()
             if watch is not None:
                 watch(t, rows, routing)
-        predictions.append(predicted)
-        gates.append(q)
-    return ForwardPass(predictions, gates, counts)
+        counts.append(count)
+        finite.append(sound)
+    _check_finite(finite, mixture, "the validation logits of task {}")
+    answers, q = torch.cat(predicted).cpu().numpy(), torch.cat(gates).cpu().double().numpy()
+    ends = np.cumsum([len(lengths) for lengths in source.lengths])[:-1]
+    sorted_ = [np.argsort(np.concatenate(order)) for order in orders]
+    return ForwardPass(
+        [part[back] for part, back in zip(np.split(answers, ends), sorted_, strict=True)],
+        [part[back] for part, back in zip(np.split(q, ends), sorted_, strict=True)],
+        torch.stack(counts).cpu().numpy(),
+    )
 
 
-def gradient_probe(model: MultiTaskModel, mixture: Mixture, source: Source, examples: int) -> GradientProbe:
+def gradient_probe(
+    model: MultiTaskModel, mixture: Mixture, source: Source, examples: int, pass_tokens: int
+) -> GradientProbe:
     """The gradient diagnostic: leading batches of each unshuffled validation loader, in groups.
 
-    Whole loader batches are taken until ``examples`` are reached; groups weigh equally.
+    Whole loader batches are taken until ``examples`` are reached; groups weigh equally. As many batches run
+    together as have ``pass_tokens`` padded tokens, one at least.
     """
     gradients = []
     for t, task in enumerate(mixture.tasks):
-        total, groups = torch.zeros(()), 0
-        for batch in leading_batches(len(source.lengths[t]), mixture.batch_size, examples):
-            part, count = _batch_gradients(model, source, t, task.name, batch, mixture.group_size)
-            total, groups = total.to(part.device) + part, groups + count
-        _check_finite(total, f"the expert gradients of task {task.name}")
-        gradients.append((total / groups).cpu())
+        batches = list(leading_batches(len(source.lengths[t]), mixture.batch_size, examples))
+        sizes = [[len(group) for group in split(batch, mixture.group_size)] for batch in batches]
+        total: Tensor | None = None
+        for first, stop in _together([source.lengths[t][batch] for batch in batches], pass_tokens):
+            rows, groups = np.concatenate(batches[first:stop]), [*chain(*sizes[first:stop])]
+            part = _summed_gradients(model, source, t, task.name, rows, groups)
+            total = part if total is None else total + part
+        assert total is not None
+        gradients.append(total / sum(map(len, sizes)))
+    finite = [gradient.isfinite().all() for gradient in gradients]
+    _check_finite(finite, mixture, "the expert gradients of task {}")
     return _grams(gradients)
+
+
+def _together(lengths: Sequence[NDArray[np.int64]], tokens: int) -> Iterator[tuple[int, int]]:
+    """Neighbouring batches that have ``tokens`` padded tokens together, or less, as (first, stop)."""
+    first, rows, widest = 0, 0, 0
+    for i, batch in enumerate(lengths):
+        if i > first and (rows + len(batch)) * max(widest, batch.max()) > tokens:
+            yield first, i
+            first, rows, widest = i, 0, 0
+        rows, widest = rows + len(batch), max(widest, int(batch.max()))
+    yield first, len(lengths)
 
 
 def leading_batches(size: int, batch_size: int, examples: int) -> Iterator[NDArray[np.int64]]:
@@ -142,42 +178,54 @@ def leading_batches(size: int, batch_size: int, examples: int) -> Iterator[NDArr
         yield batch
 
 
-def _batch_gradients(
-    model: MultiTaskModel, source: Source, t: int, name: str, batch: NDArray[np.int64], group_size: int
-) -> tuple[Tensor, int]:
-    """Each expert's own gradient of the sum of the groups' mean losses, [E, d]; and how many groups."""
+def _summed_gradients(
+    model: MultiTaskModel,
+    source: Source,
+    t: int,
+    name: str,
+    rows: NDArray[np.int64],
+    groups: Sequence[int],
+) -> Tensor:
+    """Each expert's own gradient of the sum of the groups' mean losses, [E, d].
+
+    ``rows`` are consecutive examples of task ``t``, ``groups`` the sizes of its groups in this order.
+    """
     bank = model.bank
     with torch.no_grad():  # what lies below the experts has no part in their gradients
-        state = source.state([(t, batch)])
-    labels = source.labels[t][torch.from_numpy(batch).to(model.device)]
+        state = source.state([(t, rows)])
+    weights = torch.from_numpy(1 / np.repeat(groups, groups)).to(model.device, non_blocking=True)
     with torch.enable_grad(), model.products():
-        losses = example_losses(model.suffix(state, [(name, len(batch))]), [labels])
-        means = torch.stack([group.mean() for group in losses.split(group_size)])
+        labels = source.labels[t][rows[0] : rows[-1] + 1]
+        losses = example_losses(model.suffix(state, [(name, len(rows))]), [labels])
         stacked = [getattr(bank.experts, slot) for slot in bank.experts.slots]
-        grads = torch.autograd.grad(means.sum(), stacked, materialize_grads=True)
-    return torch.cat([accurate(grad).flatten(1) for grad in grads], dim=1), len(means)
+        loss = (losses * weights.to(losses.dtype)).sum()
+        grads = torch.autograd.grad(loss, stacked, materialize_grads=True)
+    return torch.cat([accurate(grad).flatten(1) for grad in grads], dim=1)
 
 
 def _grams(gradients: Sequence[Tensor]) -> GradientProbe:
     """[E, d] of each task, reduced to norms and Gram matrices in float64, a block of parameters at a time."""
     tasks, (experts, size) = len(gradients), gradients[0].shape
-    by_expert = torch.zeros(experts, tasks, tasks, dtype=torch.float64)
-    between = torch.zeros(experts, experts, dtype=torch.float64)
+    device = gradients[0].device
+    by_expert = torch.zeros(experts, tasks, tasks, dtype=torch.float64, device=device)
+    between = torch.zeros(experts, experts, dtype=torch.float64, device=device)
     for start in range(0, size, BLOCK):
         block = torch.stack([rows[:, start : start + BLOCK].double() for rows in gradients])
         by_expert += torch.einsum("ted,sed->ets", block, block)
         mean = block.mean(0)
         between += mean @ mean.T
     norms = by_expert.diagonal(dim1=1, dim2=2).sqrt().T
-    return GradientProbe(norms.numpy(), by_expert.numpy(), between.numpy())
+    return GradientProbe(norms.cpu().numpy(), by_expert.cpu().numpy(), between.cpu().numpy())
 
 
-def _check_finite(values: Tensor, what: str) -> None:
-    if not bool(values.isfinite().all()):
-        raise EvaluationFailure(
-            f"{what} are not finite: the model has diverged; expected one trained with a smaller learning "
-            "rate, or an earlier checkpoint"
-        )
+def _check_finite(finite: Sequence[Tensor], mixture: Mixture, what: str) -> None:
+    """Refuse the first task whose values are not all finite; read back at once for all tasks."""
+    for task, sound in zip(mixture.tasks, torch.stack(list(finite)).tolist(), strict=True):
+        if not sound:
+            raise EvaluationFailure(
+                f"{what.format(task.name)} are not finite: the model has diverged; expected one trained "
+                "with a smaller learning rate, or an earlier checkpoint"
+            )
 
 
 def accuracies(tasks: Sequence[Task], forward: ForwardPass) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,13 @@ from torch import Tensor
 
 from gar.data.tokenize import TokenizedSplit
 from gar.errors import UserError
-from gar.runs.files import checksum
+from gar.runs.files import Checksums, parts_checksum
 
-VERSION = 1
+#: Of what an entry's name stands for; and of the manifest, another one of which is built again in its place.
+VERSION, LAYOUT = 1, 2
 MANIFEST = "manifest.json"
+#: Features are large: several threads read them, and a process reads them once.
+remembered_checksum = Checksums(parts_checksum)
 
 
 @dataclass(frozen=True)
@@ -71,30 +76,33 @@ class _Array:
 
 
 class Writer:
-    """Receives the states of a split batch by batch, in any order of examples."""
+    """Receives the states of a split batch by batch, in any order of examples, from any number of threads."""
 
     def __init__(self, directory: Path, tokens: TokenizedSplit, dtype: np.dtype[Any]) -> None:
         self.directory, self.tokens, self.dtype = directory, tokens, dtype
         self._rounding = torch.from_numpy(np.empty(0, dtype)).dtype
         self._arrays: dict[str, _Array] = {}
+        self._writing = threading.Lock()
 
     def put(self, indices: NDArray[np.int64], x: Tensor | None, base: Tensor) -> None:
         """States of the examples ``indices``: ``x`` [B, L, d], ``base`` [B, L, d] or [B, d]."""
         for name, values in (("x", x), ("base", base)):
             if values is None:
                 continue
-            array = self._array(name, values)
+            first, lengths = indices, np.ones_like(indices)
             # By torch, as without the cache: it rounds float64 to float16 by way of float32, numpy at once.
-            rounded = values.detach().to(self._rounding).cpu().numpy()
-            for states, i in zip(rounded, indices, strict=True):
-                first, length = int(i), 1
-                if values.dim() == 3:
-                    first = int(self.tokens.offsets[i])
-                    length = int(self.tokens.offsets[i + 1]) - first
-                    states = states[:length]
-                if not np.isfinite(states).all():
-                    raise does_not_fit(self.dtype.name)
-                array.put(first, states)
+            rounded = values.detach().to(self._rounding)
+            if values.dim() == 3:
+                first, lengths = self.tokens.offsets[indices], self.tokens.lengths[indices]
+                valid = np.arange(values.shape[1]) < lengths[:, None]
+                rounded = rounded[torch.from_numpy(valid).to(values.device)]
+            if not rounded.isfinite().all():
+                raise does_not_fit(self.dtype.name)
+            states = rounded.cpu().numpy()
+            with self._writing:
+                array = self._array(name, values)
+                for row, part in zip(first, np.split(states, np.cumsum(lengths)[:-1]), strict=True):
+                    array.put(int(row), part)
 
     def _array(self, name: str, values: Tensor) -> _Array:
         if name not in self._arrays:
@@ -111,9 +119,9 @@ class Writer:
         """Complete the files and list them, with their checksums, in the manifest."""
         self.close()
         np.save(self.directory / "offsets.npy", self.tokens.offsets, allow_pickle=False)
-        files = {path.name: checksum(path) for path in sorted(self.directory.glob("*.npy"))}
+        files = {path.name: parts_checksum(path) for path in sorted(self.directory.glob("*.npy"))}
         (self.directory / MANIFEST).write_text(
-            json.dumps({"version": VERSION, "files": files}), encoding="utf-8"
+            json.dumps({"version": LAYOUT, "files": files}), encoding="utf-8"
         )
 
 
@@ -133,11 +141,27 @@ def key_of(facts: Mapping[str, Any], tokens: TokenizedSplit) -> str:
     return digest.hexdigest()
 
 
+def check_ahead(entries: Iterable[Path]) -> None:
+    """Read the files of the entries that are there, several at once: to open one reads them no more."""
+
+    def check(file: Path) -> None:
+        with contextlib.suppress(OSError):
+            remembered_checksum(file)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, [file for entry in entries for file in entry.glob("*.npy")]))
+
+
+def entry_of(root: Path, facts: Mapping[str, Any], tokens: TokenizedSplit, dtype: str) -> Path:
+    """The directory that has, or will have, the features of a split."""
+    return root / "features" / key_of({**facts, "dtype": dtype}, tokens)
+
+
 def open_or_build(
     root: Path, facts: Mapping[str, Any], tokens: TokenizedSplit, dtype: str, fill: Callable[[Writer], None]
 ) -> Features:
     """The features of a split, from the cache or computed by ``fill``. A damaged entry is rebuilt."""
-    entry = root / "features" / key_of({**facts, "dtype": dtype}, tokens)
+    entry = entry_of(root, facts, tokens, dtype)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{entry}.lock"):
@@ -178,8 +202,8 @@ def _build(entry: Path, tokens: TokenizedSplit, dtype: np.dtype[Any], fill: Call
 def _open(entry: Path) -> Features | None:
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION or any(
-            checksum(entry / n) != c for n, c in manifest["files"].items()
+        if manifest["version"] != LAYOUT or any(
+            remembered_checksum(entry / n) != c for n, c in manifest["files"].items()
         ):
             return None
         names = set(manifest["files"])

@@ -5,8 +5,11 @@ Both give the training loop the same states, so the loop does not know which one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,15 +22,18 @@ from gar.config import CacheConfig
 from gar.data.paths import cache_root
 from gar.data.task import Mixture, Split
 from gar.data.tokenize import TokenizedSplit, tokenize_split
-from gar.features._cache import Features, Writer, does_not_fit, open_or_build
+from gar.features._cache import Features, Writer, check_ahead, does_not_fit, entry_of, open_or_build
 from gar.model import Known, MultiTaskModel, SiteState, evaluating, length_bucketed
+from gar.runs.environment import in_threads
 
 #: Examples of one task: its number and their indices.
 Part = tuple[int, NDArray[np.int64]]
 Progress = Callable[[int, int], None]
 
 #: Padded tokens per prefix forward, by device type: what stays in a CPU's caches, what fills a GPU.
-TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 32768}
+TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 16384}
+#: Forwards at a time beside a GPU: while it computes one, the states of another are written.
+AHEAD = 2
 #: Widths that the texts of a trained backbone are padded to on a GPU, at most.
 WIDTHS = 8
 #: Share of free accelerator memory that resident features may take.
@@ -39,10 +45,19 @@ class Source(Protocol):
 
     lengths: list[NDArray[np.int64]]
     labels: list[Tensor]
+    splits: Sequence[TokenizedSplit]
 
     def state(self, parts: Sequence[Part]) -> SiteState:
         """States of the named examples, in order, padded to the longest, on the model's device."""
         ...
+
+
+class Keep(Protocol):
+    """Gives what ``make`` makes, or what it made for an equal key before."""
+
+    def __call__(
+        self, key: Hashable, make: Callable[[], list[CachedSource]], /
+    ) -> Sequence[CachedSource]: ...
 
 
 class RawSource:
@@ -82,6 +97,7 @@ class CachedSource:
     def __init__(
         self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], features: Sequence[Features]
     ) -> None:
+        self.splits = splits
         # Pooled states have no token axis, and so no padding.
         self.lengths = [
             split.lengths if f.x is not None else np.ones_like(split.lengths)
@@ -94,10 +110,18 @@ class CachedSource:
         on_device = model.device.type == "cuda" and _fits(features, model.device)
         self.table = Table.of(features, self.labels, model.device) if on_device else None
 
+    @property
+    def nbytes(self) -> int:
+        """Of the table on the device; 0 where the features stay on the host."""
+        if self.table is None:
+            return 0
+        kept = self.table.features
+        return kept.base.nbytes + (0 if kept.x is None else kept.x.nbytes)
+
     def state(self, parts: Sequence[Part]) -> SiteState:
         width = max(int(self.lengths[task][rows].max()) for task, rows in parts)
         if self.table is not None:
-            rows = torch.from_numpy(self.table.rows(parts)).to(self._device)
+            rows = torch.from_numpy(self.table.rows(parts)).to(self._device, non_blocking=True)
             return self.table.state(rows, width).to(self._device, self._dtype)
         states = [
             _gather(self._features[task], self._offsets[task], torch.from_numpy(rows), width)
@@ -220,43 +244,14 @@ def tokenized(model: MultiTaskModel, splits: Sequence[Split]) -> list[TokenizedS
 
 
 def make_source(
-    model: MultiTaskModel,
-    splits: Sequence[Split],
-    cache: CacheConfig,
-    progress: Progress | None = None,
-    facts: Mapping[str, Any] | None = None,
+    model: MultiTaskModel, splits: Sequence[Split], cache: CacheConfig, progress: Progress | None = None
 ) -> Source:
     """The source for some splits: cached when the backbone is frozen and the cache enabled.
 
-    ``progress(done, total)`` counts examples whose features are ready; ``facts`` are the model's
-    :func:`prefix_facts`, where they were just computed.
+    ``progress(done, total)`` counts examples whose features are ready.
     """
-    tokens = tokenized(model, splits)
-    if not _cached(model, cache):
-        return RawSource(model, tokens, cache)
-    facts = facts or prefix_facts(model)
-    dtype = "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
-    total, done = sum(len(split) for split in tokens), 0
-    features: list[Features] = []
-    for split in tokens:
-
-        def fill(writer: Writer, split: TokenizedSplit = split, before: int = done) -> None:
-            with evaluating(model), torch.no_grad():
-                ready = before
-                for indices in length_bucketed(
-                    split.lengths, TOKENS_PER_FORWARD.get(model.device.type, 8192)
-                ):
-                    state = model.prefix(*model.tokens([(split, indices)]))
-                    writer.put(indices, state.x, state.base)
-                    ready += len(indices)
-                    if progress is not None:
-                        progress(ready, total)
-
-        features.append(open_or_build(cache_root(cache.directory), facts, split, dtype, fill))
-        done += len(split)
-        if progress is not None:
-            progress(done, total)
-    return CachedSource(model, tokens, features)
+    (source,) = sources_of(model, [tokenized(model, splits)], cache, progress)
+    return source
 
 
 def make_sources(
@@ -264,16 +259,78 @@ def make_sources(
 ) -> tuple[Source, Source]:
     """The sources of a mixture's training and validation splits; ``progress`` counts through both."""
     splits = [[task.train for task in mixture.tasks], [task.validation for task in mixture.tasks]]
-    sizes = [sum(map(len, part)) for part in splits]
+    train, validation = sources_of(model, [tokenized(model, part) for part in splits], cache, progress)
+    return train, validation
 
-    def from_(start: int) -> Progress | None:
-        return None if progress is None else lambda done, total: progress(start + done, sum(sizes))
 
-    facts = prefix_facts(model) if _cached(model, cache) else None
-    return (
-        make_source(model, splits[0], cache, from_(0), facts),
-        make_source(model, splits[1], cache, from_(sizes[0]), facts),
-    )
+def sources_of(
+    model: MultiTaskModel,
+    parts: Sequence[Sequence[TokenizedSplit]],
+    cache: CacheConfig,
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> list[Source]:
+    """One source for each part, the splits of several tasks; ``progress`` counts through all of them.
+
+    ``keep(key, make)`` may give back what it got for the same key before, see :class:`Keep`.
+    """
+    if not _cached(model, cache):
+        return [RawSource(model, part, cache) for part in parts]
+    facts, root = prefix_facts(model), cache_root(cache.directory)
+    dtype = "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
+    splits = [split for part in parts for split in part]
+    entries = [entry_of(root, facts, split, dtype) for split in splits]
+    check_ahead(entries)
+    counter = _Counter(progress, sum(map(len, splits)))
+    features = []
+    for split in splits:
+        features.append(open_or_build(root, facts, split, dtype, partial(_fill, model, split, counter)))
+        counter.done(split)
+
+    def make() -> list[CachedSource]:
+        own = iter(features)
+        return [CachedSource(model, part, [next(own) for _ in part]) for part in parts]
+
+    labels = hashlib.blake2b(b"".join(split.labels.tobytes() for split in splits)).hexdigest()
+    shape = tuple(map(len, parts))
+    key = (tuple(entry.name for entry in entries), shape, labels, model.device, model.dtype)
+    return list(make() if keep is None else keep(key, make))
+
+
+def _fill(model: MultiTaskModel, split: TokenizedSplit, counter: _Counter, writer: Writer) -> None:
+    """Compute the states of a split: several forwards at a time, each of examples of about one length."""
+    device = model.device.type
+
+    def compute(indices: NDArray[np.int64]) -> None:
+        with torch.no_grad():
+            state = model.prefix(*model.tokens([(split, indices)]))
+            writer.put(indices, state.x, state.base)
+        counter.add(len(indices))
+
+    batches = length_bucketed(split.lengths, TOKENS_PER_FORWARD.get(device, 8192))
+    with evaluating(model), model.computing():  # the process's switches are set once, not by every thread
+        in_threads(compute, batches, torch.get_num_threads() if device == "cpu" else AHEAD)
+
+
+class _Counter:
+    """Counts examples through several splits, in any number of threads."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._before = self._now = 0
+        self._lock = threading.Lock()
+
+    def add(self, examples: int) -> None:
+        with self._lock:
+            self._now += examples
+            if self._progress is not None:
+                self._progress(self._now, self._total)
+
+    def done(self, split: TokenizedSplit) -> None:
+        """All of a split, whether it was computed or found."""
+        self._before += len(split)
+        if self._now < self._before:
+            self.add(self._before - self._now)
 
 
 def _cached(model: MultiTaskModel, cache: CacheConfig) -> bool:
@@ -298,4 +355,6 @@ def _fits(features: Sequence[Features], device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     needed = sum(t.nbytes for f in features for t in (f.x, f.base) if t is not None)
-    return needed <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
+    # What torch holds back for later tensors, of an earlier run for one, is free as well.
+    held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return needed <= RESIDENT_SHARE * (torch.cuda.mem_get_info(device)[0] + held_back)

@@ -10,6 +10,7 @@ The output of the site is ``tail(base + experts(x))``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,7 +196,8 @@ def norm_behind(model: nn.Module, entry: Architecture) -> nn.Module:
 class Capture:
     """Reads what enters two modules while the backbone runs; holds nothing afterwards.
 
-    Without a ``residual`` module, ``base`` is the last hidden state.
+    Several threads may do so at once, each with a forward of its own. Without a ``residual`` module, ``base``
+    is the last hidden state.
     """
 
     def __init__(self, ffn_input: nn.Module, residual: nn.Module | None) -> None:
@@ -204,9 +206,11 @@ class Capture:
     def run(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """``(x, base)`` of one backbone forward that returns the last hidden state."""
         seen: dict[nn.Module, Tensor] = {}
+        mine = threading.get_ident()
 
         def read(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen[module] = args[0]
+            if threading.get_ident() == mine:
+                seen[module] = args[0]
 
         watched = {self._input, *([self._residual] if self._residual is not None else [])}
         handles = [module.register_forward_pre_hook(read) for module in watched]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from gar.config import BackboneConfig
 from gar.errors import UserError, path_kind, user_path
+from gar.runs.files import remembered_checksum
 
 PACKAGED = "minilm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 ALIGNMENT = 64  # bytes; torch's own buffers have it
+BLOCK = 1 << 24  # numbers of a weight that are looked at together on a GPU
 
 
 def resolve(name: str) -> str:
@@ -41,6 +46,13 @@ def resolve(name: str) -> str:
             "pip install 'gradient-aligned-routing[quickstart]', or name a hub id or directory"
         ) from None
     return str(get_model_path())
+
+
+def contents(config: BackboneConfig) -> tuple[tuple[str, str], ...]:
+    """Names and checksums of the files behind a backbone's name; none for a hub id, which is believed."""
+    directory = Path(resolve(config.name))
+    files = sorted(file for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
+    return tuple((file.name, remembered_checksum(file)) for file in files)
 
 
 def load_tokenizer(config: BackboneConfig, directory: str | Path | None = None) -> PreTrainedTokenizerBase:
@@ -126,3 +138,84 @@ def fingerprint(module: nn.Module) -> str:
         flat = tensor.detach().cpu().contiguous().view(-1)
         digest.update(memoryview(flat.view(torch.uint8).numpy()) if len(flat) else b"")
     return digest.hexdigest()
+
+
+class Digest:
+    """:func:`fingerprint` of one module again and again, on a GPU without reading weights that are as before.
+
+    Whether they are is told by a sum over all their bits, which the GPU makes by itself (:func:`_bit_sums`).
+    On a CPU no such sum is faster than the digest, which is then computed every time.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[object, str] | None = None
+
+    def __call__(self, module: nn.Module) -> str:
+        tensors = module.state_dict()
+        if not _on_gpu(tensors.values()):
+            return fingerprint(module)
+        facts = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items())]
+        seen = facts, _bit_sums([tensors[name] for name, *_ in facts])
+        if self._known is None or self._known[0] != seen:
+            self._known = seen, fingerprint(module)
+        return self._known[1]
+
+
+def _on_gpu(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
+
+
+def _bit_sums(tensors: list[Tensor]) -> list[int]:
+    """A sum for each tensor: its bytes as integers, each times an odd number of its place, modulo 2^64.
+
+    One changed integer always shows. Several do unless their changes cancel out, which for changes that know
+    nothing of these odd numbers has a chance of about 2^-64.
+    """
+    sums = []
+    for tensor in tensors:
+        numbers = tensor.detach().reshape(-1).view(torch.uint8)
+        ends = len(numbers) | int(numbers.storage_offset())
+        word = next(t for t in (torch.int32, torch.int16, torch.uint8) if not ends % t.itemsize)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for start, block in enumerate(numbers.view(word).split(BLOCK)):
+            place = torch.arange(start * BLOCK, start * BLOCK + len(block), device=tensor.device)
+            place = (place + 1) * -0x61C8864680B583EB  # 2^64 / golden ratio: neighbours get unlike numbers
+            total += (block * ((place ^ (place >> 29)) | 1)).sum()
+        sums.append(total)
+    found: list[int] = torch.stack(sums).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A backbone and its tokenizer as they were loaded, for several models one after the other.
+
+    ``model`` is never trained: a model that trains or changes its backbone gets a copy, and frozen ones share
+    it. ``fingerprint`` is that of its weights.
+    """
+
+    config: BackboneConfig
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    fingerprint: str
+    digest: Digest = field(default_factory=Digest, repr=False)
+
+    @classmethod
+    def load(cls, config: BackboneConfig) -> Pretrained:
+        """From a hub id, a directory or the package."""
+        tokenizer, model = load_tokenizer(config), load_backbone(config)
+        return cls(config, tokenizer, model, fingerprint(model))
+
+    @property
+    def intact(self) -> bool:
+        """Whether the weights are still those that were loaded."""
+        return self.digest(self.model) == self.fingerprint
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return sum(tensor.nbytes for tensor in self.model.state_dict().values())
+
+    def backbone(self, changed: bool) -> PreTrainedModel:
+        """For one model; ``changed`` says that it changes modules or weights."""
+        return copy.deepcopy(self.model) if changed else self.model

@@ -29,7 +29,7 @@ from gar.model._architecture import (
 )
 from gar.model._saved import CONFIG_FILE as CONFIG_FILE
 from gar.model._saved import WEIGHTS_FILE
-from gar.model.backbone import PACKAGED, fingerprint, load_backbone, load_tokenizer
+from gar.model.backbone import PACKAGED, Digest, Pretrained, load_backbone, load_tokenizer
 from gar.model.sites import SITES, Blueprint, Output, SiteState
 from gar.nn import RoutedExperts, RoutedHead
 from gar.precision import PRECISIONS, computing_in, float32_products
@@ -85,6 +85,8 @@ class MultiTaskModel(nn.Module):
         experts: ExpertsConfig,
         config: BackboneConfig,
         precision: str = "float32",
+        *,
+        pretrained: Pretrained | None = None,
     ) -> None:
         super().__init__()
         if precision not in PRECISIONS:
@@ -110,8 +112,12 @@ class MultiTaskModel(nn.Module):
             )
         # Digest of the weights that the backbone's name stands for, before the site takes any out; None where
         # a saved model holds them anyway.
-        holds = config.trainable or config.random_weights
-        self._pretrained = None if holds else fingerprint(backbone)
+        self._digests = {"backbone": Digest(), "tail": Digest()}
+        if pretrained is not None and pretrained.model is backbone:
+            self._digests["backbone"] = pretrained.digest
+        self._pretrained = None
+        if not (config.trainable or config.random_weights):
+            self._pretrained = pretrained.fingerprint if pretrained else self._digests["backbone"](backbone)
         classes = {task.name: len(task.labels) for task in tasks}
         self.site = SITES[experts.site](Blueprint(backbone, entry, config, experts, classes))
         for name, module in self.site.modules().items():
@@ -144,12 +150,13 @@ class MultiTaskModel(nn.Module):
         *,
         precision: str = "float32",
         seed: int = 0,
+        pretrained: Pretrained | None = None,
     ) -> Self:
         """Load a saved model (a directory of :meth:`save_pretrained`), or put new experts on a backbone.
 
         For a backbone (hub id, directory, ``"minilm"`` or a :class:`~gar.config.BackboneConfig`) give
         ``tasks``: loaded :class:`~gar.data.Task` objects, :class:`TaskInfo`, or a mapping of task name to
-        label names. New weights depend on ``seed`` alone.
+        label names. New weights depend on ``seed`` alone. ``pretrained`` is this backbone, loaded before.
         """
         if not isinstance(name, BackboneConfig):
             directory = user_path(name)
@@ -164,11 +171,17 @@ class MultiTaskModel(nn.Module):
                 f"{name.name} is a backbone without heads; give tasks=, or the directory of a saved model"
             )
         experts = experts if isinstance(experts, ExpertsConfig) else ExpertsConfig(**(experts or {}))
-        tokenizer = load_tokenizer(name)
-        backbone = load_backbone(name)
+        if pretrained is None:
+            tokenizer, backbone = load_tokenizer(name), load_backbone(name)
+        elif pretrained.config != name:
+            raise ValueError(f"pretrained is {pretrained.config}, expected {name}")
+        else:
+            tokenizer = pretrained.tokenizer
+            backbone = pretrained.backbone(changes_backbone(name, experts))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return cls(backbone, tokenizer, _task_infos(tasks), experts, name, precision)
+            infos = _task_infos(tasks)
+            return cls(backbone, tokenizer, infos, experts, name, precision, pretrained=pretrained)
 
     @classmethod
     def _load_saved(cls, directory: Path, saved: _saved.SavedModel) -> Self:
@@ -205,6 +218,7 @@ class MultiTaskModel(nn.Module):
         whole = self.saves_backbone or self._frozen_digests() != self._as_loaded
 
         def fill(working: Path) -> None:
+            _forget_lengths(self.tokenizer)
             self.tokenizer.save_pretrained(working)
             if whole:
                 self.backbone.config.save_pretrained(working / _saved.BACKBONE_DIR)
@@ -232,13 +246,13 @@ class MultiTaskModel(nn.Module):
 
     @property
     def backbone_fingerprint(self) -> str:
-        """Digest of the backbone's weights as they are now: computed anew, for nothing tells of a change."""
-        return fingerprint(self.backbone)
+        """Digest of the backbone's weights as they are now: looked at anew, for nothing tells of a change."""
+        return self._digests["backbone"](self.backbone)
 
     def _frozen_digests(self, backbone: str | None = None) -> dict[str, str]:
         parts = {name: module for name, module in self.named_children() if name in FROZEN}
         known = {} if backbone is None else {"backbone": backbone}
-        return {name: known.get(name) or fingerprint(module) for name, module in parts.items()}
+        return {name: known.get(name) or self._digests[name](module) for name, module in parts.items()}
 
     def owned_state(self) -> dict[str, Tensor]:
         """The tensors of the model's own: everything except a frozen pretrained backbone."""
@@ -441,6 +455,11 @@ class MultiTaskModel(nn.Module):
         return self.tasks[name]
 
 
+def changes_backbone(config: BackboneConfig, experts: ExpertsConfig) -> bool:
+    """Whether a model trains its backbone or takes modules out of it."""
+    return config.trainable or SITES[experts.site].replaces_ffn
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode afterwards."""
@@ -465,6 +484,14 @@ def length_bucketed(lengths: NDArray[np.int64], batch_tokens: int) -> Iterator[N
         size = max(1, batch_tokens // max(1, int(lengths[order[start]])))
         yield order[start : start + size]
         start += size
+
+
+def _forget_lengths(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Take out how the last call cut and padded, which a fast tokenizer would save as a part of itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
 
 
 def _task_infos(tasks: Iterable[Task | TaskInfo] | Mapping[str, Sequence[str]]) -> list[TaskInfo]:

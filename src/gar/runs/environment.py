@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +21,7 @@ from gar.errors import UserError, nearest
 from gar.precision import precision_on
 from gar.version import __version__
 
+T = TypeVar("T")
 LIBRARIES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic", "scikit-learn", "scipy")
 
 
@@ -52,6 +56,43 @@ def computing_threads(threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+def in_threads(do: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+    """``do`` for every item, in ``threads`` threads, torch computing with one thread in each of them.
+
+    What is computed for an item has then the same bits for every number of threads. Gradient mode and other
+    settings of a thread have to be set inside ``do``. The first error ends it all.
+    """
+    before, waiting = torch.get_num_threads(), _Taken(items)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        for item in waiting:
+            do(item)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for worker in as_completed([pool.submit(work) for _ in range(threads)]):
+                    worker.result()
+            finally:  # the pool waits for the items that were begun, no more
+                waiting.ended = True
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Taken(Iterator[T]):
+    """An iterator that several threads take from."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items, self._lock, self.ended = iter(items), threading.Lock(), False
+
+    def __next__(self) -> T:
+        with self._lock:
+            if self.ended:
+                raise StopIteration
+            return next(self._items)
+
+
 def environment(config: Config) -> dict[str, Any]:
     """Versions, device, threads, seed and commit behind a run, and the keys that say where it runs."""
     device = resolve_device(config.device)
@@ -60,7 +101,7 @@ def environment(config: Config) -> dict[str, Any]:
         "gar": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "libraries": {name: _version(name) for name in LIBRARIES},
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -74,6 +115,12 @@ def environment(config: Config) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _version(library: str) -> str:
+    return importlib.metadata.version(library)
+
+
+@functools.cache  # a process runs the code that it has imported
 def _commit() -> str | None:
     """The commit of the source tree the package runs from, if it is one."""
     here = Path(__file__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,15 @@ from typing import Any
 from gar.runs.files import append_text, write_text
 from gar.runs.tracking import Tracker
 
+#: Seconds between writes of the lines noted meanwhile, for whoever follows the file.
+PACE = 1.0
+
 
 class History:
     """Appends to a file, or only remembers when ``path`` is None; a tracker gets every line too.
+
+    Lines are on the disk after :meth:`flush`, which comes before every checkpoint: a run that goes on from
+    one computes the later ones again.
 
     Lines: ``{"update", "loss", "tasks": {name: loss}, "gradient_norm", "learning_rate"}`` after an update
     (1-based) and ``{"update", "evaluation": {...}}`` at trajectory checkpoints.
@@ -22,6 +29,7 @@ class History:
         self.path, self.tracker = path, tracker
         self.last_update, self.last_loss = 0, float("nan")
         self._pending: list[str] = []
+        self._written, self._loose = time.monotonic(), False
 
     def rewind(self, update: int, warn: Callable[[str], None] = lambda line: None) -> None:
         """Drop what was written after ``update``: the part that a resumed run computes again."""
@@ -53,16 +61,21 @@ class History:
 
     def flush(self) -> None:
         """Bring everything noted onto the disk."""
-        if self.path is not None and self._pending:
-            append_text(self.path, "".join(self._pending))
+        self._write(durable=True)
+
+    def _write(self, durable: bool) -> None:
+        if self.path is not None and (self._pending or self._loose):
+            append_text(self.path, "".join(self._pending), durable)
+            self._loose = not durable
         self._pending.clear()
+        self._written = time.monotonic()
 
     def _add(self, line: dict[str, Any]) -> None:
         self._pending.append(json.dumps(line) + "\n")
         if self.tracker is not None:
             self.tracker.log(line["update"], line)
-        if len(self._pending) >= 25:
-            self.flush()
+        if time.monotonic() - self._written >= PACE:
+            self._write(durable=False)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -28,17 +28,13 @@ import torch
 from filelock import FileLock, Timeout
 
 from gar import config as configuration
-from gar.config import Config
-from gar.data import load_mixture
-from gar.data.probe import probe_mixture
 from gar.errors import UserError
-from gar.model.multitask import MultiTaskModel
 from gar.runs.directory import checkpoints, write_failure
 from gar.runs.files import read_json
 from gar.runs.names import CHECKPOINTS, FAILURE, LOCK, LOG, MODEL
 from gar.runs.packing import pack, unpack
 from gar.sweeps.executors import Job
-from gar.training import Hooks, Interrupted, OutOfMemory, TrainingFailure, train, train_from_config
+from gar.training import Hooks, Interrupted, OutOfMemory, Shared, TrainingFailure, train_from_config
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -50,8 +46,11 @@ PACE = 0.5
 SHIPPING = 0.05
 
 
-def run_job(job: Job, emit: Emit = lambda event: None) -> dict[str, Any]:
-    """Run one job in this process; how it ended, as a plain mapping. A failure is also in failure.json."""
+def run_job(job: Job, emit: Emit = lambda event: None, shared: Shared | None = None) -> dict[str, Any]:
+    """Run one job in this process; how it ended, as a plain mapping. A failure is also in failure.json.
+
+    ``shared`` is what the jobs of this process have in common.
+    """
     began = time.monotonic()
     if job.threads and job.threads != torch.get_num_threads():
         torch.set_num_threads(job.threads)
@@ -60,7 +59,14 @@ def run_job(job: Job, emit: Emit = lambda event: None) -> dict[str, Any]:
         job.out.mkdir(parents=True, exist_ok=True)
         with FileLock(job.out / LOCK).acquire(timeout=PATIENCE):
             (job.out / FAILURE).unlink(missing_ok=True)  # from here on it is this attempt's
-        result = _execute(configuration.build(job.config), job, _hooks(emit))
+        result = train_from_config(
+            configuration.build(job.config),
+            job.out,
+            resume=True,
+            hooks=_hooks(emit),
+            shared=shared,
+            probe=job.probe,
+        )
         shutil.rmtree(job.out / CHECKPOINTS, ignore_errors=True)
         if not job.keep_model:
             shutil.rmtree(job.out / MODEL, ignore_errors=True)
@@ -136,17 +142,6 @@ def _record(directory: Path, error: Exception) -> dict[str, str]:
     return {"error": name, "reason": reason}
 
 
-def _execute(config: Config, job: Job, hooks: Hooks) -> dict[str, Any]:
-    if not job.probe:
-        return train_from_config(config, job.out, resume=True, hooks=hooks)
-    loaded = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
-    mixture = replace(probe_mixture(loaded), name=f"{loaded.name} (development probe)")
-    model = MultiTaskModel.from_pretrained(
-        config.backbone, mixture.tasks, config.experts, precision=config.precision, seed=config.seed
-    )
-    return train(model, mixture, config=config, out=job.out, resume=True, hooks=hooks)
-
-
 def _hooks(emit: Emit) -> Hooks:
     last = 0.0
 
@@ -194,9 +189,10 @@ def serve(connection: Connection) -> None:
         with suppress(OSError):  # the coordinator is gone; the reader above ends the run
             connection.send(event)
 
+    shared = Shared()
     while (job := jobs.get()) is not None:
         with output_to(job.out / LOG):
-            outcome = run_job(job, emit)
+            outcome = run_job(job, emit, shared)
         busy.clear()
         emit(outcome)
         if not outcome.get("healthy", True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import enum
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -16,6 +19,12 @@ from typing import Any
 from gar.errors import UserError
 from gar.sweeps import _process, store
 from gar.sweeps.executors import ENDS, THREAD_VARIABLES, Closing, Event, Job, available_cores, threads_of
+
+#: Runs on cached features that fill one GPU, each in a process of its own: while one starts, is measured or
+#: plans its next updates, another computes. More of them only take turns.
+RUNS_PER_GPU = 3
+#: Free memory of a GPU that each of them needs: its CUDA context, its features, its graphs.
+MEMORY_OF_A_RUN = 12 << 30
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -165,6 +174,63 @@ def describe_exit(code: int, oom_kill: bool) -> tuple[str, str]:
     if name == "SIGKILL" and oom_kill:
         return "OutOfMemory", "out of memory: the system killed the worker process (SIGKILL)"
     return "Killed", f"the worker process was killed by {name}"
+
+
+class GpuUse(enum.Enum):
+    """What a run takes of a GPU."""
+
+    NONE = enum.auto()
+    PART = enum.auto()
+    WHOLE = enum.auto()
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> GpuUse:
+        """Of the run with this configuration: cached features leave room, the backbone itself fills a GPU."""
+        if str(tree["device"]).startswith("cpu"):
+            return cls.NONE
+        return cls.WHOLE if tree["backbone"]["trainable"] or not tree["cache"]["enabled"] else cls.PART
+
+
+def fitting_jobs(
+    uses: Collection[GpuUse], free: Sequence[int] | None = None, cores: int | None = None
+) -> int:
+    """Runs at a time that fill this machine's GPUs, or 1 where no run uses one: the default of ``--jobs``.
+
+    ``free`` is the free memory of each GPU in bytes, ``cores`` what the host has; asked of the machine where
+    they are not given. Every GPU gets the same number: one run if any of them takes a whole GPU, else up to
+    ``RUNS_PER_GPU``, as far as memory and cores go, since nothing is shared between processes.
+
+    >>> fitting_jobs({GpuUse.PART}, free=[80 << 30], cores=16)
+    3
+    >>> fitting_jobs({GpuUse.PART}, free=[80 << 30, 30 << 30], cores=16)
+    4
+    """
+    if not {GpuUse.PART, GpuUse.WHOLE} & set(uses) or not (free := gpu_memory() if free is None else free):
+        return 1
+    most = 1 if GpuUse.WHOLE in uses else RUNS_PER_GPU
+    cores = available_cores() if cores is None else cores
+    return len(free) * max(1, min(most, cores // len(free), min(free) // MEMORY_OF_A_RUN))
+
+
+def gpu_memory() -> list[int]:
+    """Free bytes of each visible GPU, 0 where it cannot be told.
+
+    The driver's own tool is asked: torch would take memory on every GPU to answer.
+    """
+    names = visible_gpus()
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = (
+            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+            if names
+            else ""
+        )
+        rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines()]
+        known = [row for row in rows if row[2].isdigit()]
+        free = {name: int(mebibytes) << 20 for *both, mebibytes in known for name in both}
+    except (OSError, IndexError, subprocess.SubprocessError):
+        free = {}
+    return [free.get(name, 0) for name in names]
 
 
 def visible_gpus() -> list[str]:

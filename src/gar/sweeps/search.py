@@ -39,7 +39,7 @@ from gar.runs.names import FAILURE
 from gar.seeds import derive_seed
 from gar.sweeps.executors import Executor
 from gar.sweeps.progress import View
-from gar.sweeps.suite import Combination, PlannedRun, Tree
+from gar.sweeps.suite import CHECKPOINTING, Combination, PlannedRun, Tree
 from gar.sweeps.sweep import Outcome, carry_out, make_plan
 
 Values = dict[str, float]
@@ -296,7 +296,7 @@ class _Scorer:
 
     def _combination(self, values: Values) -> Combination:
         tree = self.budget.apply(_with_values(self.base, self.where, {**values, **self.locked}))
-        found = Combination(*self.place, "", tree, {"checkpoint.every": CHECKPOINT_EVERY})
+        found = Combination(*self.place, "", tree, {**CHECKPOINTING, "checkpoint.every": CHECKPOINT_EVERY})
         content = [
             found.digest,
             found.data,

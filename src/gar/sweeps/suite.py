@@ -37,8 +37,9 @@ from gar.runs.names import path_part
 
 Tree = dict[str, Any]
 
-#: Updates between checkpoints where neither configuration nor suite asks for any: a sweep survives a crash.
-CHECKPOINT_EVERY = 200
+#: Checkpoints where neither configuration nor suite asks for any: a sweep survives a crash, and a run of a
+#: few seconds is sooner computed again than written down on the way.
+CHECKPOINTING = {"checkpoint.every": 200, "checkpoint.pause": 10.0}
 MANY_SEEDS = 100_000  # a larger count is a mistake
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -131,7 +132,8 @@ class Combination:
         for dotted, value in self.changes.items():
             set_key(tree, dotted, copy.deepcopy(value))
         if not (tree.get("checkpoint") or {}).get("every") and "checkpoint.every" not in self.changes:
-            set_key(tree, "checkpoint.every", CHECKPOINT_EVERY)
+            for key, value in CHECKPOINTING.items():
+                set_key(tree, key, value)
         return configuration.build(tree, self.id).to_dict()
 
     @functools.cached_property

@@ -17,6 +17,7 @@ from gar.runs.state import State, state_of
 from gar.runs.stopping import StopSignals
 from gar.sweeps import store
 from gar.sweeps.executors import Executor, Job, drive
+from gar.sweeps.local import GpuUse
 from gar.sweeps.progress import View
 from gar.sweeps.suite import Runs
 
@@ -47,13 +48,17 @@ class Times:
 
 @dataclass
 class Plan:
-    """What a suite means for a directory: states by (setting, mixture), and how long the rest may take."""
+    """What a suite means for a directory: states by (setting, mixture), and how long the rest may take.
+
+    ``uses`` says what its runs take of a GPU.
+    """
 
     suite: Runs
     out: Path
     retry_failed: bool
     cells: dict[Key, Counter[State]] = field(default_factory=dict)
     todo: Counter[Key] = field(default_factory=Counter)
+    uses: set[GpuUse] = field(default_factory=set)
     times: Times = field(default_factory=Times)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -93,7 +98,7 @@ def make_plan(suite: Runs, out: Path, retry_failed: bool = False) -> Plan:
         key = (combination.setting, combination.mixture, combination.method)
         if combination.id not in plan.refused:
             try:
-                combination.tree  # noqa: B018
+                plan.uses.add(GpuUse.of(combination.tree))
                 valid += 1
             except UserError as error:
                 plan.refused[combination.id] = str(error).removeprefix(f"{combination.id}: ")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gar.config import Config
 from gar.data.task import Mixture
 from gar.evaluation import EvaluationFailure, diagnose, evaluate
-from gar.features.sources import make_sources
+from gar.features.sources import Progress, Source, make_sources
 from gar.model import MultiTaskModel
 from gar.runs.history import History
 from gar.runs.stopping import StopSignals
@@ -20,6 +21,9 @@ from gar.training.captured import CapturedUpdates
 from gar.training.captured_backbone import CapturedBackbone
 from gar.training.memory import PassLimit
 from gar.training.updater import TrainingFailure, Updater
+
+#: Makes the sources of a mixture's training and validation splits, telling how far it is.
+Sources = Callable[[Progress | None], tuple[Source, Source]]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,14 +49,17 @@ def fit(
     resume: bool = False,
     hooks: Hooks | None = None,
     record: Callable[[int | None], None] | None = None,
+    sources: Sources | None = None,
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
 
     Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end. ``record`` is told what
-    ``max_tokens_per_pass: auto`` comes to.
+    ``max_tokens_per_pass: auto`` comes to. ``sources`` makes those of the mixture's training and validation
+    splits where something better is at hand than to begin from the texts.
     """
     hooks, history = hooks or Hooks(), history or History(None)
-    source, validation = make_sources(model, mixture, config.cache, hooks.features)
+    make: Sources = sources or partial(make_sources, model, mixture, config.cache)
+    source, validation = make(hooks.features)
     limit = PassLimit(config.max_tokens_per_pass, hooks.message, record)
     updater = Updater(model, source, config, [task.name for task in mixture.tasks], limit)
     total = updater.total
@@ -62,9 +69,12 @@ def fit(
         start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
     history.rewind(start, hooks.message)
     updates = CapturedUpdates.of(updater) or CapturedBackbone.of(updater) or updater
+    saved = time.monotonic()
 
     def save(done: int) -> None:
+        nonlocal saved
         updater.check(done)
+        saved = time.monotonic()
         if checkpoints is not None:
             history.flush()
             facts, keep = {"seconds": seconds}, config.checkpoint.keep
@@ -91,8 +101,9 @@ def fit(
                 began = time.perf_counter()
             if is_due(config.evaluation.every, last) and last < total:
                 history.evaluation(last, measure(last, evaluate))
+            rested = time.monotonic() - saved >= config.checkpoint.pause
             # The last one protects finished weights while they are measured and written.
-            if stopping() or last == total or is_due(config.checkpoint.every, last):
+            if stopping() or last == total or (is_due(config.checkpoint.every, last) and rested):
                 save(last)
             if stopping():
                 raise Interrupted(f"stopped after update {last} of {total}")

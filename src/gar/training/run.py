@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, explain
-from gar.data import Mixture, check_mixture, load_mixture
+from gar.data import Mixture, check_mixture
 from gar.data.registry import registry
 from gar.data.task import Task
 from gar.errors import UserError, nearest
@@ -27,6 +27,7 @@ from gar.runs.tracking import Tracker
 from gar.training.card import model_card
 from gar.training.failure import TrainingFailure
 from gar.training.loop import Hooks, fit
+from gar.training.sharing import Shared, Start, start
 
 IN_MEMORY = (
     "# Made by gar.train from a mixture in memory: where its data came from is not known here,\n"
@@ -61,49 +62,51 @@ def train(
     else:
         _check_described(config, model, mixture)
     check_mixture(model.tasks, mixture)
+    begun = Start.of(model, mixture, config)
     with computing_threads(config.threads):
         model.to(resolve_device(config.device))
         if out is None:
-            return _fit(model, mixture, config, None, hooks).to_dict()
+            return _fit(begun, config, None, hooks).to_dict()
         path = Path(out)
         if resume and (result := finished(path, config)) is not None:
             if (path / MODEL).is_dir():  # a sweep may have dropped it
                 model.load_weights(path / MODEL)
             return result.to_dict()
-        data = {task.name: task.fingerprint() for task in mixture.tasks}
-        note = "" if described else IN_MEMORY
-        split = model.draws_by_pass
-        with hold(path, config, resume, note=note, data=data, keeps_split=split) as directory:
-            return _fit(model, mixture, config, directory, hooks).to_dict()
+        note, split = "" if described else IN_MEMORY, model.draws_by_pass
+        with hold(path, config, resume, note=note, data=begun.digests(), keeps_split=split) as directory:
+            return _fit(begun, config, directory, hooks).to_dict()
 
 
 def train_from_config(
-    config: Config, out: str | Path, *, resume: bool = False, hooks: Hooks | None = None
+    config: Config,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    hooks: Hooks | None = None,
+    shared: Shared | None = None,
+    probe: bool = False,
 ) -> dict[str, Any]:
     """Load the mixture, build the model on its backbone, and :func:`train` into ``out``.
 
-    A finished run is not loaded again: with ``resume`` its result is returned.
+    A finished run is not loaded again: with ``resume`` its result is returned. ``shared`` keeps what this run
+    loads for the next one that is given it, see :class:`Shared`. With ``probe`` the run trains on 90 % of the
+    training splits and is measured on the rest, the validation splits have no part in it.
     """
     directory = Path(out)
     if resume and (result := finished(directory, config)) is not None:
         return result.to_dict()
     check_directory(directory, resume)
-    mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
-    model = MultiTaskModel.from_pretrained(
-        config.backbone, mixture.tasks, config.experts, precision=config.precision, seed=config.seed
-    )
-    return train(model, mixture, config=config, out=out, resume=resume, hooks=hooks)
+    with computing_threads(config.threads):
+        begun = start(config, shared, probe)
+        begun.model.to(resolve_device(config.device))
+        split = begun.model.draws_by_pass
+        with hold(directory, config, resume, data=begun.digests(), keeps_split=split) as held:
+            return _fit(begun, config, held, hooks).to_dict()
 
 
-def _fit(
-    model: MultiTaskModel,
-    mixture: Mixture,
-    config: Config,
-    directory: RunDirectory | None,
-    hooks: Hooks | None,
-) -> RunResult:
+def _fit(begun: Start, config: Config, directory: RunDirectory | None, hooks: Hooks | None) -> RunResult:
     """Train, measure, and leave a finished directory behind, where there is one."""
-    hooks = hooks or Hooks()
+    model, mixture, hooks = begun.model, begun.mixture, hooks or Hooks()
     path = None if directory is None else directory.path
     with closing(Tracker(config.tracking, path, config.to_dict())) as tracker:
         history = History(None if directory is None else directory.history, tracker)
@@ -121,6 +124,7 @@ def _fit(
                 resume=directory is not None and directory.begun,
                 hooks=hooks,
                 record=None if directory is None else directory.record_split,
+                sources=begun.sources,
             )
             result = _result(config, mixture, sections)
             if directory is not None:
