@@ -32,6 +32,7 @@ from gar.data.batches import Group
 from gar.errors import UserError
 from gar.model.sites import SITES
 from gar.training import TrainingFailure, Updater
+from gar.training.updater import Outcome
 from support import tiny_runs
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -53,14 +54,14 @@ def bench(*arguments: str) -> int:
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     """How many updates the shipped loop made, by method and observation path."""
     counts: Counter[tuple[str, str]] = Counter()
-    real = timing.advance
+    real = Updater.run
 
-    def counting(updater: Updater, first: int, last: int) -> None:
+    def counting(updater: Updater, number: int) -> Outcome:
         assert type(updater) is Updater
-        counts[updater.config.method.name, updater.config.observation] += last - first
-        real(updater, first, last)
+        counts[updater.config.method.name, updater.config.observation] += 1
+        return real(updater, number)
 
-    monkeypatch.setattr(timing, "advance", counting)
+    monkeypatch.setattr(Updater, "run", counting)
     return counts
 
 
@@ -75,7 +76,7 @@ def test_every_line_of_step_is_the_shipped_loop(
         *(f"--features={name}" for name in FEATURES),
         *(f"--site={name}" for name in SITES),
         *(f"--method={name}" for name in methods),
-        "--repeats=2",
+        "--repeats=1",
         "--updates=2",
     ]
     out = tmp_path / "step.json"
@@ -86,7 +87,7 @@ def test_every_line_of_step_is_the_shipped_loop(
     labels = [tuple(line.labels.values()) for line in report.lines]
     assert len(set(labels)) == len(labels)
     assert list(report.lines[0].labels) == ["model", "site", "features", "precision", "method"]
-    each = settings * (1 + 2) * 2  # with the warm-up
+    each = settings * (1 + 1) * 2  # with the warm-up
     assert made == {
         ("baseline", "one_pass"): each,
         ("gar", "one_pass"): each,
@@ -103,7 +104,8 @@ def test_every_line_of_step_is_the_shipped_loop(
     printed = capsys.readouterr().out
     assert printed == report.markdown()
     heading, blank, header, rule, *rows = printed.splitlines()
-    assert "five tasks, 3 examples each, groups of 2, E3K2, up to 8 tokens; 2 times 2 a line" in heading
+    assert "five tasks, 3 examples each, groups of 2, E3K2, up to 8 tokens" in heading
+    assert "timings a line: 1 of 2 updates" in heading
     assert blank == ""
     assert {row.count("|") for row in (header, rule, *rows)} == {9}
 
@@ -118,6 +120,7 @@ def test_every_line_of_step_is_the_shipped_loop(
         (["step", "--precision=float23"], "did you mean 'float32'"),
         (["step", "--features=cashed"], "did you mean 'cached'"),
         (["step", "--workload=fife"], "did you mean 'five'"),
+        (["step", "--capture=of"], "did you mean 'off'"),
         (["step", "--out=times.jsn"], "did you mean '.json'"),
         (["step", "mixture.bach_size=2"], "did you mean 'batch_size'"),
         (["step", "experts.top_k=9"], "expected top_k <= count"),
@@ -134,6 +137,15 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error
+
+
+def test_captured_and_not_captured_are_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model=tiny", "--features=cached", "--method=baseline", "--repeats=1"]
+    assert bench("step", *options, "--capture=off", "--capture=on") == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert "| baseline, not captured |" in lines[0]
+    assert "| baseline |" in lines[1]
+    assert "| 1.00 |" in lines[0]
 
 
 def test_hub_ids_are_sizes_too() -> None:

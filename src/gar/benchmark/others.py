@@ -33,7 +33,7 @@ from gar.benchmark.models import find_size
 from gar.benchmark.report import Line, compared
 from gar.benchmark.settings import Bench, Setting
 from gar.benchmark.step import shipped
-from gar.benchmark.timing import Plan, Runner, Shipped, measure, out_of_memory
+from gar.benchmark.timing import STRETCH, Plan, Runner, Shipped, measure, out_of_memory
 from gar.config import Config
 from gar.data.batches import Updates
 from gar.errors import UserError
@@ -42,6 +42,8 @@ from gar.model.backbone import DTYPES
 from gar.training import TrainingFailure
 
 REFERENCE = "gar: Baseline"
+#: A pass holds at least one group, and one token leaves no room for a second.
+GROUP_BY_GROUP = {"max_tokens_per_pass": 1, "capture": False}
 INSTALL = "pip install 'gradient-aligned-routing[bench]'"
 Maker = Callable[[Bench], Runner]
 
@@ -59,12 +61,12 @@ def other_lines(settings: Iterable[Setting], device: torch.device, plan: Plan) -
 def candidates(setting: Setting, device: torch.device) -> dict[str, Maker]:
     """What can be compared in a setting, by the name in its line; ours are first."""
     found: dict[str, Maker] = {
-        REFERENCE: partial(shipped, setting, "baseline"),
-        "gar: GAR": partial(shipped, setting, "gar"),
-        "gar: CAGrad": partial(shipped, setting, "cagrad"),
-        "one group a pass: Baseline": partial(_group_by_group, setting, "baseline"),
-        "one group a pass: GAR, M autograd calls": partial(_group_by_group, setting, "gar/per_group"),
-        "one group a pass: CAGrad, M autograd calls": partial(_group_by_group, setting, "cagrad"),
+        REFERENCE: partial(shipped, setting, "baseline", {}),
+        "gar: GAR": partial(shipped, setting, "gar", {}),
+        "gar: CAGrad": partial(shipped, setting, "cagrad", {}),
+        "one group a pass: Baseline": partial(shipped, setting, "baseline", GROUP_BY_GROUP),
+        "one group a pass: GAR, M autograd calls": partial(shipped, setting, "gar/per_group", GROUP_BY_GROUP),
+        "one group a pass: CAGrad, M autograd calls": partial(shipped, setting, "cagrad", GROUP_BY_GROUP),
         "TorchJD: CAGrad, autojac": partial(_with_engine, setting, Engine()),
         "TorchJD: CAGrad, autojac row by row": partial(_with_engine, setting, Engine(rows_at_once=1)),
     }
@@ -74,11 +76,6 @@ def candidates(setting: Setting, device: torch.device) -> dict[str, Maker]:
         found["Trainer: PEFT LoRA at the last FFN"] = partial(_trainer, setting, device, _lora_at_last_ffn)
         found["Trainer: PEFT LoRA at its default layers"] = partial(_trainer, setting, device, _lora)
     return found
-
-
-def _group_by_group(setting: Setting, method: str, bench: Bench) -> Runner:
-    # A pass holds at least one group, and one token leaves no room for a second.
-    return Shipped(bench.model, bench.source, setting.config(method, {"max_tokens_per_pass": 1}))
 
 
 # ---------------------------------------------------------------------- TorchJD
@@ -153,6 +150,10 @@ class TrainerRunner:
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def stretch(self) -> int:
+        return STRETCH.get(self.device.type, 1)
 
     def run(self, updates: int, watch: AbstractContextManager[Any]) -> None:
         """One ``train()``; an update before the watched ones takes in what a fresh trainer has to make."""

@@ -30,7 +30,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 def sweep_lines(
     setting: Setting, method: str, jobs: Sequence[int], device: torch.device, plan: Plan, seconds: float
 ) -> Iterator[list[Line]]:
-    """A line for every number of jobs. A stretch lasts ``seconds``, rounded up to ``plan.updates`` updates.
+    """A line for every number of jobs. A stretch lasts ``seconds``, rounded up to whole stretches of updates.
 
     The ratio is to one job, where that is among the numbers.
     """
@@ -112,9 +112,9 @@ def _work(connection: Connection, setting: Setting, method: str, where: str, pla
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends its processes
     device = torch.device(where)
     try:
-        runner = shipped(setting, method, Bench(setting, device, runs=1))
+        runner = shipped(setting, method, {}, Bench(setting, device, runs=1))
         for _ in range(plan.warmup):
-            runner.run(plan.updates, contextlib.nullcontext())
+            runner.run(plan.stretch(runner), contextlib.nullcontext())
         connection.send(0.0)
         while True:
             threads, seconds = connection.recv()
@@ -122,9 +122,9 @@ def _work(connection: Connection, setting: Setting, method: str, where: str, pla
             synchronize(device)
             began, done, taken = time.perf_counter(), 0, 0.0
             while taken < seconds:
-                runner.run(plan.updates, contextlib.nullcontext())
+                runner.run(plan.stretch(runner), contextlib.nullcontext())
                 synchronize(device)
-                done, taken = done + plan.updates, time.perf_counter() - began
+                done, taken = done + plan.stretch(runner), time.perf_counter() - began
             connection.send(done / taken)
     except (EOFError, BrokenPipeError):
         return

@@ -23,10 +23,11 @@ from gar.errors import UserError
 from gar.features import Source
 from gar.model import MultiTaskModel
 from gar.training import TrainingFailure, Updater
+from gar.training.captured import CapturedUpdates
 
 T = TypeVar("T")
-#: Updates under the profiler.
-PROFILED = 3
+#: Updates of a stretch of single updates, by device type.
+STRETCH = {"cuda": 5}
 
 
 class Runner(Protocol):
@@ -41,36 +42,56 @@ class Runner(Protocol):
         """What it trains."""
         ...
 
+    @property
+    def stretch(self) -> int:
+        """Updates that make a good stretch to time."""
+        ...
+
 
 class Shipped:
     """The loop of a run: its :class:`~gar.training.Updater`, nothing beside it."""
 
     def __init__(self, model: MultiTaskModel, source: Source, config: Config) -> None:
         self.updater = Updater(model, source, config, list(model.tasks))
+        self.updates = CapturedUpdates.of(self.updater) or self.updater
         self.number = 0
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         return self.updater.parameters
 
+    @property
+    def stretch(self) -> int:
+        return max(self.updates.stride, STRETCH.get(self.updater.model.device.type, 1))
+
     def run(self, updates: int, watch: AbstractContextManager[Any]) -> None:
         with watch:
-            advance(self.updater, self.number, self.number + updates)
+            advance(self.updates, self.number, self.number + updates)
         self.number += updates
 
 
-def advance(updater: Updater, first: int, last: int) -> None:
+def advance(updates: Updater | CapturedUpdates, first: int, last: int) -> None:
     """Updates ``first``, …, ``last - 1``, as the training loop makes them."""
-    for number in range(first, last):
-        updater.run(number)
+    while first < last:
+        stop = min(first + updates.stride, last)
+        for _ in updates.block(first, stop):
+            pass
+        first = stop
 
 
 class Plan(NamedTuple):
-    """How much is measured: ``repeats`` stretches of ``updates`` updates, after ``warmup`` stretches."""
+    """How much is measured: ``repeats`` stretches after ``warmup``.
+
+    Each is of ``updates`` updates, or of as many as suit what is timed.
+    """
 
     repeats: int
-    updates: int
+    updates: int | None = None
     warmup: int = 1
+
+    def stretch(self, runner: Runner) -> int:
+        """Updates of a stretch."""
+        return self.updates or runner.stretch
 
 
 @dataclass
@@ -109,15 +130,15 @@ def measure(
         for name, runner in runners.items():
             with _told(found[name], device):
                 watch = Stopwatch(device)
-                runner.run(plan.updates, watch)
-                found[name].seconds.append(watch.seconds / plan.updates)
+                runner.run(plan.stretch(runner), watch)
+                found[name].seconds.append(watch.seconds / plan.stretch(runner))
         runners = {name: runner for name, runner in runners.items() if not found[name].problem}
     for name, runner in runners.items() if device.type == "cuda" else ():
         with _told(found[name], device):
             profiler = Profiler(device)
-            runner.run(PROFILED, profiler)
-            found[name].kernels = profiler.kernels / PROFILED
-            found[name].device_seconds = profiler.seconds / PROFILED
+            runner.run(plan.stretch(runner), profiler)
+            found[name].kernels = profiler.kernels / plan.stretch(runner)
+            found[name].device_seconds = profiler.seconds / plan.stretch(runner)
     return found
 
 
@@ -130,7 +151,7 @@ def _begin(
         torch.cuda.reset_peak_memory_stats(device)
     runner = make()
     for _ in range(plan.warmup):
-        runner.run(plan.updates, contextlib.nullcontext())
+        runner.run(plan.stretch(runner), contextlib.nullcontext())
     if device.type == "cuda":
         measured.peak = torch.cuda.max_memory_allocated(device) - before + shared
     for parameter in runner.parameters:  # those of the next runner are its own

@@ -16,7 +16,7 @@ from gar.benchmark.models import SIZES
 from gar.benchmark.others import REFERENCE, other_lines
 from gar.benchmark.report import Line, Report, machine
 from gar.benchmark.settings import FEATURES, METHODS, WORKLOADS, Setting
-from gar.benchmark.step import step_lines
+from gar.benchmark.step import CAPTURE, step_lines
 from gar.benchmark.sweep import sweep_lines
 from gar.benchmark.timing import Plan
 from gar.cli.options import DeviceOption, Overrides
@@ -41,9 +41,9 @@ WorkloadOption = Annotated[
     str, typer.Option(metavar="|".join(WORKLOADS), help="The paper's five tasks at once, or its single task.")
 ]
 LengthOption = Annotated[int, typer.Option(min=8, help="Longest text in tokens (random, from half of it).")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed stretches of updates a line.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Timings a line, after a warm-up.")]
 UpdatesOption = Annotated[
-    int | None, typer.Option(min=1, help="Updates a stretch; default: 1 on a CPU, 10 on a GPU.")
+    int | None, typer.Option(min=1, help="Updates a timing; default: 1, on a GPU 5, of captured ones 64.")
 ]
 OutOption = Annotated[Path | None, typer.Option(help="Also into a file, .json or .csv.")]
 
@@ -64,6 +64,9 @@ def step(
     features: Annotated[
         Names, typer.Option(help=f"{', '.join(FEATURES)} (backbone); default: cached, uncached.")
     ] = None,
+    capture: Annotated[
+        Names, typer.Option(help="on, off: cached updates replayed on a GPU, or launched; default: on.")
+    ] = None,
     workload: WorkloadOption = "five",
     length: LengthOption = 64,
     repeats: RepeatsOption = 5,
@@ -81,10 +84,11 @@ def step(
     kinds = features or ["cached", "uncached"]
     settings = _settings(overrides, length, workload, model, site, kinds, precision)
     methods = _chosen("--method", method or ["baseline", "gar", "cagrad"], METHODS)
-    plan = _plan(where, repeats, updates)
+    captures = _chosen("--capture", capture or ["on"], CAPTURE)
+    plan = Plan(repeats, updates)
     columns = ["ms", "ratio", *_device_columns(where), "paper"]
-    report = _report(settings[0], where, f"{plan.repeats} times {plan.updates} a line", columns, "Baseline")
-    _print(report, [*settings[0].labels, "method"], step_lines(settings, methods, where, plan), out)
+    report = _report(settings[0], where, _times(plan), columns, "Baseline")
+    _print(report, [*settings[0].labels, "method"], step_lines(settings, methods, where, plan, captures), out)
 
 
 @app.command()
@@ -106,9 +110,9 @@ def others(
     """Time updates beside the paper's way, TorchJD's engine, and transformers' Trainer with PEFT's LoRA."""
     where = resolve_device(device or "auto")
     settings = _settings(overrides, length, workload, model, site, features or ["uncached"], precision)
-    plan = _plan(where, repeats, updates)
+    plan = Plan(repeats, updates)
     columns = ["ms", "ratio", *_device_columns(where)]
-    report = _report(settings[0], where, f"{plan.repeats} times {plan.updates} a line", columns, REFERENCE)
+    report = _report(settings[0], where, _times(plan), columns, REFERENCE)
     _print(report, [*settings[0].labels, "update"], other_lines(settings, where, plan), out)
 
 
@@ -127,9 +131,7 @@ def sweep(
     workload: WorkloadOption = "five",
     length: LengthOption = 64,
     repeats: RepeatsOption = 3,
-    updates: Annotated[
-        int | None, typer.Option(min=1, help="Updates between looks at the clock; default: 1, on a GPU 10.")
-    ] = None,
+    updates: UpdatesOption = None,
     device: DeviceOption = None,
     out: OutOption = None,
 ) -> None:
@@ -140,7 +142,7 @@ def sweep(
     setting.config(method)
     most = 4 if where.type == "cuda" else min(4, available_cores())
     counts = sorted(set(jobs or range(1, most + 1)))
-    plan = _plan(where, repeats, updates)
+    plan = Plan(repeats, updates)
     how = f"{repeats} times {seconds:g} seconds a line"
     report = _report(setting, where, how, ["per_second", "ratio"], "one job")
     lines = sweep_lines(setting, method, counts, where, plan, seconds)
@@ -183,8 +185,8 @@ def _chosen(option: str, names: Iterable[str], known: Iterable[str]) -> list[str
     return chosen
 
 
-def _plan(device: torch.device, repeats: int, updates: int | None) -> Plan:
-    return Plan(repeats, updates or (10 if device.type == "cuda" else 1))
+def _times(plan: Plan) -> str:
+    return f"timings a line: {plan.repeats}" + (f" of {plan.updates} updates" if plan.updates else "")
 
 
 def _device_columns(device: torch.device) -> list[str]:
