@@ -28,6 +28,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.utils import is_accelerate_available
 
 from gar.benchmark.models import find_size
 from gar.benchmark.report import Line, compared
@@ -265,6 +266,8 @@ def _trainer(
         model = AutoModelForSequenceClassification.from_config(
             architecture, dtype=DTYPES[config.backbone.dtype]
         )
+    if not is_accelerate_available():
+        raise UserError(f"not installed: accelerate, which transformers.Trainer needs; {INSTALL}")
     return TrainerRunner(adapted(model).to(device), bench, config, device)
 
 
