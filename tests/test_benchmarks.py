@@ -223,6 +223,13 @@ def test_a_mistake_of_ours_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
         measure(partial(Bench, setting(), CPU, 1), makers, CPU, Plan(1, 1))
 
 
+def test_memory_that_runs_out_in_a_capture_is_told_by_the_error_before() -> None:
+    last = RuntimeError("the capture was invalidated")
+    last.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert timing.out_of_memory(last)
+    assert not timing.out_of_memory(RuntimeError("shapes differ"))
+
+
 def test_a_model_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: 1)
     makers = {"gar": partial(timing_maker, setting(), "gar")}

@@ -139,6 +139,8 @@ def _first_line(error: Exception) -> str:
 class TrainerRunner:
     """``transformers.Trainer`` on a sequence classifier, fed with the batches that the shipped loop takes."""
 
+    brings_model = True
+
     def __init__(self, model: nn.Module, bench: Bench, config: Config, device: torch.device) -> None:
         self.model, self.splits, self.config, self.device = model, bench.splits, config, device
         sizes = [len(split) for split in bench.splits]

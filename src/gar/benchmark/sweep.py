@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from types import ModuleType
 
 import torch
 
@@ -77,7 +79,12 @@ class _Worker:
         self._process = _SPAWN.Process(
             target=_work, args=(theirs, setting, method, device, plan), daemon=True
         )
-        self._process.start()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # a script would be run again in the process
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
         theirs.close()
 
     def ready(self) -> str:

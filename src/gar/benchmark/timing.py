@@ -47,9 +47,16 @@ class Runner(Protocol):
         """Updates that make a good stretch to time."""
         ...
 
+    @property
+    def brings_model(self) -> bool:
+        """Whether its model is its own, made with it, and not the common one."""
+        ...
+
 
 class Shipped:
-    """The loop of a run: its :class:`~gar.training.Updater`, nothing beside it."""
+    """The loop of a run: its :class:`~gar.training.Updater`, captured where a run's is, nothing beside it."""
+
+    brings_model = False
 
     def __init__(self, model: MultiTaskModel, source: Source, config: Config) -> None:
         self.updater = Updater(model, source, config, list(model.tasks))
@@ -112,8 +119,8 @@ def measure(
     """Measure what the makers make of what ``prepare`` made for all.
 
     What fails, or does not fit into memory, says so and leaves the others alone. A peak of memory counts
-    what was there before the first runner (model, features) and what this one adds to it, not what the others
-    hold.
+    what a runner adds and, unless it brings a model of its own, what was prepared (model, features); not what
+    the others hold.
     """
     found = {name: Measured() for name in makers}
     runners: dict[str, Runner] = {}
@@ -153,7 +160,7 @@ def _begin(
     for _ in range(plan.warmup):
         runner.run(plan.stretch(runner), contextlib.nullcontext())
     if device.type == "cuda":
-        measured.peak = torch.cuda.max_memory_allocated(device) - before + shared
+        measured.peak = torch.cuda.max_memory_allocated(device) - before + shared * (not runner.brings_model)
     for parameter in runner.parameters:  # those of the next runner are its own
         parameter.grad = None
     return runner
@@ -183,7 +190,7 @@ class Profiler:
 
     def __enter__(self) -> Self:
         synchronize(self.device)
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         self._profile.__enter__()
         return self
 
@@ -205,9 +212,13 @@ def synchronize(device: torch.device) -> None:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory, of the machine or of an accelerator, ran out."""
     told = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("not enough memory" in told or "can't allocate memory" in told)
-    )
+    ):
+        return True
+    # Where memory runs out while kernels are captured, the end of the capture fails too, in its own words.
+    before = error.__cause__ or error.__context__
+    return before is not None and out_of_memory(before)
 
 
 @contextlib.contextmanager
