@@ -42,7 +42,8 @@ class Line(BaseModel):
     """One measured thing. ``labels`` say what it is; ``problem`` why it has no numbers.
 
     Times are milliseconds per update, memory is GiB, ``kernels`` and ``device_ms`` are per update; ratios are
-    to the reference of the same setting. ``paper_ms`` and ``paper_ratio`` are the paper's own.
+    to the reference of the same setting, those of times and rates the median over turns. ``paper_ms`` and
+    ``paper_ratio`` are the paper's own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,7 +82,7 @@ def compared(
             line = line.model_copy(
                 update={
                     "ms": Spread.of([seconds * 1e3 for seconds in measured.seconds]),
-                    "ratio": _ratio(median(measured.seconds), median(base.seconds) if base.seconds else None),
+                    "ratio": paired_ratio(measured.seconds, base.seconds),
                     "kernels": measured.kernels,
                     "device_ms": None if measured.device_seconds is None else measured.device_seconds * 1e3,
                     "peak_gib": None if measured.peak is None else measured.peak / 2**30,
@@ -90,6 +91,13 @@ def compared(
             )
         result.append(line)
     return result
+
+
+def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float | None:
+    """The median over turns: what slows the machine down for a while slows both of a turn."""
+    if len(seconds) != len(reference):
+        return None
+    return median(mine / theirs for mine, theirs in zip(seconds, reference, strict=True))
 
 
 def _ratio(value: float | None, reference: float | None) -> float | None:

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from gar.benchmark.report import Line, Spread
+from gar.benchmark.report import Line, Spread, paired_ratio
 from gar.benchmark.settings import Bench, Setting
 from gar.benchmark.step import shipped
 from gar.benchmark.timing import Plan, out_of_memory, synchronize
@@ -47,13 +47,12 @@ def sweep_lines(
             for count in jobs:
                 if not any(problems[:count]):
                     rates[count].append(_together(workers[:count], problems, seconds))
-    alone = Spread.of(rates[1]).median if rates.get(1) else None
     yield [
         Line(
             labels={**setting.labels, "method": method, "jobs": str(count)},
             problem=(problem := next(filter(None, problems[:count]), "")),
             per_second=None if problem else Spread.of(rates[count]),
-            ratio=None if problem or alone is None else Spread.of(rates[count]).median / alone,
+            ratio=None if problem else paired_ratio(rates[count], rates.get(1, [])),
         )
         for count in jobs
     ]

@@ -133,8 +133,11 @@ def measure(
     for name, make in makers.items():
         with _told(found[name], device):
             runners[name] = _begin(partial(make, prepared), found[name], device, plan, shared)
-    for _ in range(plan.repeats):
-        for name, runner in runners.items():
+    for turn in range(plan.repeats):
+        names = list(runners)
+        first = turn % max(1, len(names))  # each is the first in its turn
+        for name in names[first:] + names[:first]:
+            runner = runners[name]
             with _told(found[name], device):
                 watch = Stopwatch(device)
                 runner.run(plan.stretch(runner), watch)
