@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from gar.benchmark.report import Line, Report, Spread, machine
+from gar.benchmark.report import Line, Report, Spread, command, machine
 from gar.cli.options import DataDirOption, DeviceOption, Overrides, configured
 from gar.config import Config
 from gar.data import Mixture, load_mixture
@@ -37,7 +37,7 @@ def main(
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     where = resolve_device(device or "auto")
     report = Report(
-        command=" ".join(["python", "benchmarks/methods.py", *sys.argv[1:]]),
+        command=command("python benchmarks/methods.py", sys.argv[1:]),
         note=f"{config.backbone.name} on {mixture.name}, {updates} updates a line; "
         "the backbone trains except under lora_ffn.",
         machine=machine(where),

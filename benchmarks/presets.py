@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from gar import presets
 from gar.benchmark.models import synthetic_model, synthetic_splits
-from gar.benchmark.report import Line, Report, compared, machine
+from gar.benchmark.report import Line, Report, command, compared, machine
 from gar.benchmark.timing import Plan, Runner, Shipped, measure
 from gar.cli.options import DeviceOption
 from gar.config import CacheConfig, Config
@@ -37,7 +37,7 @@ def main(
     """Updates of the paper's presets at full model size, uncached, on random weights and tokens."""
     where = resolve_device(device or "auto")
     report = Report(
-        command=" ".join(["python", "benchmarks/presets.py", *sys.argv[1:]]),
+        command=command("python benchmarks/presets.py", sys.argv[1:]),
         note="An update of a preset, uncached, texts between half of its maximum length and all of it; "
         f"{repeats} updates a line after {warmup}.",
         machine=machine(where),

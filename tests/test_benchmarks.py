@@ -466,6 +466,14 @@ def test_sweep_counts_updates_of_several_processes(
     assert capsys.readouterr().out == report.markdown()
 
 
+def test_threads_are_those_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    options = ["--model=tiny", "--features=cached", "--method=baseline", "--repeats=1"]
+    assert bench("step", *options, f"threads={before + 1}") == 0
+    assert f"threads {before + 1}," in capsys.readouterr().out
+    assert torch.get_num_threads() == before
+
+
 def test_a_process_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this is no process of its own
     for overrides, message in (({"experts.top_k": 9}, "expected top_k <= count"), ({}, "out of memory")):

@@ -243,11 +243,19 @@ class _Watching(TrainerCallback):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What these libraries tell each other of their futures is not for the reader of a table."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+@contextlib.contextmanager
 def _same_settings(precision: str) -> Iterator[None]:
     """Torch's generators and matrix products are afterwards as before; inside, products may be in TF32."""
     before = torch.get_float32_matmul_precision()
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # what these libraries say to each other
+    with torch.random.fork_rng(), _quiet():
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         try:
             yield
@@ -291,7 +299,8 @@ def _lora(model: Any, modules: list[str] | None = None) -> nn.Module:
         lora_dropout=experts.dropout,
         target_modules=modules,
     )
-    adapted: nn.Module = peft.get_peft_model(model, adapters)
+    with _quiet():
+        adapted: nn.Module = peft.get_peft_model(model, adapters)
     return adapted
 
 

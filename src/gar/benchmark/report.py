@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -158,7 +159,7 @@ class Report(BaseModel):
     def write(self, path: Path) -> None:
         """As the file's name says, JSON or CSV; the file is whole or as it was."""
         check_name(path)
-        text = self.csv() if path.suffix == ".csv" else self.model_dump_json(indent=1) + "\n"
+        text = self.csv() if path.suffix == ".csv" else self.model_dump_json(indent=1, exclude_none=True) + "\n"
         with path_errors(path):
             write_text(path, text)
 
@@ -181,6 +182,20 @@ def check_name(path: Path) -> None:
     """Refuse a file name whose ending says no format."""
     if path.suffix not in FORMATS:
         raise one_of(f"--out {path}: ending", path.suffix, FORMATS)
+
+
+def command(program: str, arguments: Sequence[str]) -> str:
+    """A command line as a reader may repeat it, without where its file went.
+
+    >>> command("gar", ["bench", "step", "--out", "a.json", "--out=b.csv", "--site", "lora ffn"])
+    "gar bench step --site 'lora ffn'"
+    """
+    kept = [
+        argument
+        for before, argument in zip(["", *arguments], arguments, strict=False)
+        if before != "--out" and argument.partition("=")[0] != "--out"
+    ]
+    return shlex.join([*program.split(), *kept])
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -23,7 +23,7 @@ from gar.benchmark.settings import Bench, Setting
 from gar.benchmark.step import shipped
 from gar.benchmark.timing import Plan, out_of_memory, synchronize
 from gar.errors import UserError
-from gar.sweeps.executors import available_cores
+from gar.sweeps.executors import available_cores, threads_of
 from gar.training import TrainingFailure
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -34,8 +34,9 @@ def sweep_lines(
 ) -> Iterator[list[Line]]:
     """A line for every number of jobs. A stretch lasts ``seconds``, rounded up to whole stretches of updates.
 
-    The ratio is to one job, where that is among the numbers.
+    CPU threads are those of a sweep's workers. The ratio is to one job, where that is among the numbers.
     """
+    told = setting.config(method).threads
     with ExitStack() as stack:
         workers = [
             stack.enter_context(contextlib.closing(_Worker(setting, method, str(device), plan)))
@@ -46,7 +47,8 @@ def sweep_lines(
         for _ in range(plan.repeats):
             for count in jobs:
                 if not any(problems[:count]):
-                    rates[count].append(_together(workers[:count], problems, seconds))
+                    threads = threads_of({"threads": told}, max(1, available_cores() // count))
+                    rates[count].append(_together(workers[:count], problems, threads, seconds))
     yield [
         Line(
             labels={**setting.labels, "method": method, "jobs": str(count)},
@@ -58,9 +60,8 @@ def sweep_lines(
     ]
 
 
-def _together(workers: Sequence[_Worker], problems: list[str], seconds: float) -> float:
+def _together(workers: Sequence[_Worker], problems: list[str], threads: int, seconds: float) -> float:
     """Updates per second of workers that run at the same time; what went wrong goes into ``problems``."""
-    threads = max(1, available_cores() // len(workers))
     for worker in workers:
         worker.start(threads, seconds)
     rates = [worker.rate() for worker in workers]

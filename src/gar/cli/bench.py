@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gar.benchmark.models import SIZES
 from gar.benchmark.others import REFERENCE, other_lines
-from gar.benchmark.report import Line, Report, machine
+from gar.benchmark.report import Line, Report, command, machine
 from gar.benchmark.settings import FEATURES, METHODS, WORKLOADS, Setting
 from gar.benchmark.step import CAPTURE, step_lines
 from gar.benchmark.sweep import sweep_lines
@@ -24,7 +24,7 @@ from gar.config import parse_overrides
 from gar.errors import one_of, real_path
 from gar.model.multitask import PRECISIONS
 from gar.model.sites import SITES
-from gar.runs.environment import resolve_device
+from gar.runs.environment import computing_threads, resolve_device
 from gar.sweeps.executors import available_cores
 
 app = typer.Typer(
@@ -87,8 +87,10 @@ def step(
     captures = _chosen("--capture", capture or ["on"], CAPTURE)
     plan = Plan(repeats, updates)
     columns = ["ms", "ratio", *_device_columns(where), "paper"]
-    report = _report(settings[0], where, _times(plan), columns, "Baseline")
-    _print(report, [*settings[0].labels, "method"], step_lines(settings, methods, where, plan, captures), out)
+    with computing_threads(settings[0].config().threads):
+        report = _report(settings[0], where, _times(plan), columns, "Baseline")
+        lines = step_lines(settings, methods, where, plan, captures)
+        _print(report, [*settings[0].labels, "method"], lines, out)
 
 
 @app.command()
@@ -112,8 +114,9 @@ def others(
     settings = _settings(overrides, length, workload, model, site, features or ["uncached"], precision)
     plan = Plan(repeats, updates)
     columns = ["ms", "ratio", *_device_columns(where)]
-    report = _report(settings[0], where, _times(plan), columns, REFERENCE)
-    _print(report, [*settings[0].labels, "update"], other_lines(settings, where, plan), out)
+    with computing_threads(settings[0].config().threads):
+        report = _report(settings[0], where, _times(plan), columns, REFERENCE)
+        _print(report, [*settings[0].labels, "update"], other_lines(settings, where, plan), out)
 
 
 @app.command()
@@ -200,7 +203,7 @@ def _report(
     tasks = "five tasks" if setting.workload == "five" else "one task"
     experts = f"E{config.experts.count}K{config.experts.top_k}"
     return Report(
-        command=" ".join(["gar", *sys.argv[1:]]),
+        command=command("gar", sys.argv[1:]),
         note=f"An update: {tasks}, {config.mixture.batch_size} examples each, groups of "
         f"{config.mixture.group_size}, {experts}, up to {setting.length} tokens; {how}.",
         machine=machine(device),
