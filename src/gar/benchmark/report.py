@@ -159,9 +159,9 @@ class Report(BaseModel):
     def write(self, path: Path) -> None:
         """As the file's name says, JSON or CSV; the file is whole or as it was."""
         check_name(path)
-        text = self.csv() if path.suffix == ".csv" else self.model_dump_json(indent=1, exclude_none=True) + "\n"
+        text = self.csv() if path.suffix == ".csv" else self.model_dump_json(indent=1, exclude_none=True)
         with path_errors(path):
-            write_text(path, text)
+            write_text(path, f"{text.rstrip()}\n")
 
     @classmethod
     def read(cls, path: Path) -> Report:
