@@ -10,13 +10,14 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from gar.benchmark.models import synthetic_model, synthetic_splits
+from gar.benchmark.report import machine_line
 from gar.cli.options import DeviceOption
 from gar.config import CacheConfig, Config
 from gar.features import RawSource
 from gar.precision import PRECISIONS, precision_on
 from gar.runs.environment import resolve_device
 from gar.training import Updater
-from gar.training.benchmark import machine, synthetic_model, synthetic_splits
 
 SITES = ("lora_ffn", "full_ffn")
 CLASSES = [2] * 5
@@ -29,7 +30,7 @@ def main(
 ) -> None:
     """How far group gradients are from those in float64, in every precision: random weights and tokens."""
     where = resolve_device(device or "auto")
-    print(f"{model}, five tasks, batches of 32, groups of 8, up to {length} tokens. {machine(where)}.\n")
+    print(f"{model}, five tasks, batches of 32, groups of 8, up to {length} tokens. {machine_line(where)}.\n")
     print("| site | precision | group gradients, mean (largest) | router's gradient | other experts |")
     print("|---|---|---|---|---|")
     for site in SITES:

@@ -1,9 +1,11 @@
-"""One update of every preset at full model size with random weights: finite, step time, peak memory."""
+"""Updates of the paper's presets at full model size, uncached, on random weights: time and peak memory."""
 
 from __future__ import annotations
 
 import fnmatch
 import gc
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,49 +13,86 @@ import typer
 from transformers import PreTrainedModel
 
 from gar import presets
+from gar.benchmark.models import synthetic_model, synthetic_splits
+from gar.benchmark.report import Line, Report, command, compared, machine
+from gar.benchmark.timing import Plan, Runner, Shipped, measure
 from gar.cli.options import DeviceOption
 from gar.config import CacheConfig, Config
 from gar.data.load import resolve
+from gar.errors import UserError
 from gar.features import RawSource
+from gar.model import MultiTaskModel
 from gar.runs.environment import resolve_device
-from gar.training.benchmark import Stepper, Timing, machine, measure, synthetic_model, synthetic_splits
 
 
 def main(
-    pattern: Annotated[str, typer.Argument(help="Which presets, e.g. 'paper/roberta_head/*'.")] = "paper/*",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed updates per preset.")] = 1,
+    patterns: Annotated[
+        list[str] | None, typer.Argument(help="Which presets; default: the largest of every setting.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed updates per preset.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Updates before them.")] = 1,
     device: DeviceOption = None,
+    out: Annotated[Path | None, typer.Option(help="Also into a file, .json or .csv.")] = None,
 ) -> None:
-    """One update of every preset at full model size with random weights: finite, step time, peak memory."""
+    """Updates of the paper's presets at full model size, uncached, on random weights and tokens."""
     where = resolve_device(device or "auto")
-    print(f"{machine(where)}\n\n| preset | seconds per update | peak GiB | finite |\n|---|---|---|---|")
+    report = Report(
+        command=command("python benchmarks/presets.py", sys.argv[1:]),
+        note="An update of a preset, uncached, texts between half of its maximum length and all of it; "
+        f"{repeats} updates a line after {warmup}.",
+        machine=machine(where),
+        reference="",
+        columns=("ms", "peak_gib") if where.type == "cuda" else ("ms",),
+    )
+    print(f"{report.heading()}\n\n{report.header(['setting', 'subject', 'method'])}", flush=True)
     kept: dict[object, PreTrainedModel] = {}
-    for name in fnmatch.filter(presets.names(), pattern):
+    for name in chosen(patterns or ["paper/*/eight/*", "paper/*/MRPC/*"]):
         config = presets.find(name).config()
         # Experts that replace the FFN change the backbone; all others can share one.
         key = (config.backbone, config.experts.site) if config.experts.site != "full_ffn" else name
         if key not in kept:
             kept.clear()
-        timing, kept[key] = one_update(config, where, repeats, warmup, kept.get(key))
-        peak = "" if timing.peak_gib is None else f"{timing.peak_gib:.2f}"
-        print(f"| {name} | {timing.seconds:.3f} | {peak} | {'yes' if timing.finite else 'NO'} |", flush=True)
+        line, backbone = one_preset(name, config, where, Plan(repeats, 1, warmup), kept.get(key))
+        if backbone is not None:
+            kept[key] = backbone
+        report.lines.append(line)
+        print(report.row(line), flush=True)
+        if out is not None:
+            report.write(out)
         gc.collect()
         if where.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def one_update(
-    config: Config, device: torch.device, repeats: int, warmup: int, backbone: PreTrainedModel | None
-) -> tuple[Timing, PreTrainedModel]:
-    """Step time and peak memory, uncached, and the backbone, which saves the next preset its making."""
+def chosen(patterns: list[str]) -> list[str]:
+    """The presets that match, in the catalogue's order."""
+    found = [name for name in presets.names() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    if not found:
+        raise UserError(f"no preset matches {' or '.join(patterns)}; `gar presets ls` lists them")
+    return found
+
+
+def one_preset(
+    name: str, config: Config, device: torch.device, plan: Plan, backbone: PreTrainedModel | None
+) -> tuple[Line, PreTrainedModel | None]:
+    """Its line, and the backbone, which saves the next preset its making; None where it could not be made."""
     classes = [len(entry.labels or ()) or 2 for entry in resolve(config.mixture)[1]]
-    model = synthetic_model(config, classes, device, backbone)
-    splits = synthetic_splits(classes, 2 * config.mixture.batch_size, config.backbone.max_length, config.seed)
-    source = RawSource(model, splits, CacheConfig())
-    stepper = Stepper(config, model, source, config.method, config.observation)
-    (timing,) = measure({str(config.preset): stepper}, repeats, warmup)
-    return timing, model.backbone
+    models: list[MultiTaskModel] = []
+
+    def prepare() -> MultiTaskModel:
+        models.append(synthetic_model(config, classes, device, backbone))
+        return models[0]
+
+    def make(model: MultiTaskModel) -> Runner:
+        length, examples = config.backbone.max_length, 2 * config.mixture.batch_size
+        splits = synthetic_splits(classes, examples, length, config.seed)
+        return Shipped(model, RawSource(model, splits, CacheConfig()), config)
+
+    preset = presets.find(name)
+    labels = {"setting": preset.setting, "subject": preset.subject, "method": preset.method}
+    found = measure(prepare, {name: make}, device, plan)
+    (line,) = compared(found, {name: labels}, reference=name)
+    return line, models[0].backbone if models else None
 
 
 if __name__ == "__main__":

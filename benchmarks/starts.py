@@ -16,12 +16,12 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from gar.benchmark.report import machine_line
 from gar.cli.options import DeviceOption
 from gar.config import build
 from gar.runs import directory
 from gar.runs.environment import resolve_device
 from gar.training import Shared, checkpoint, loop, run, sharing, train_from_config
-from gar.training.benchmark import machine
 
 #: Training and validation examples of tasks like the paper's five, and words of a text, on average.
 FIVE = {
@@ -54,7 +54,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="gar-starts-") as root:
         tree = world(Path(root), share, width) | {"device": str(where)}
         tree["optimizer"] = {"updates": updates}
-        print(f"{machine(where)}; {updates} updates a run\n")
+        print(f"{machine_line(where)}; {updates} updates a run\n")
         print(f"| run | {' | '.join(PARTS)} | updates | rest | all |\n|---|{'---|' * (len(PARTS) + 3)}")
         shared = Shared()
         for number in range(runs):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gar.benchmark.models import synthetic_model, synthetic_splits
 from gar.config import CacheConfig, Config, build
 from gar.data.batches import Group
 from gar.errors import UserError
@@ -20,7 +21,6 @@ from gar.methods import REGISTRY, GroupWeights
 from gar.runs.history import read_lines
 from gar.training import Hooks, Interrupted, OutOfMemory, Updater, train_from_config
 from gar.training import memory as module
-from gar.training.benchmark import synthetic_model, synthetic_splits
 from gar.training.gradients import fill_gradients
 from gar.training.memory import PassLimit, fitting_tokens, longest_group, power_of_two_below, whole_update
 from support import tiny_runs

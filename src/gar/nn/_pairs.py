@@ -172,19 +172,17 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        to_weight = torch.empty_like(weight)
-        to_bias = weight.new_empty(weight.shape[:2]) if ctx.biased else None
-        for e, (x, g) in enumerate(_by_expert(ctx.counts, rows, grad)):
-            torch.mm(g.T, x, out=to_weight[e])
-            if to_bias is not None:
-                torch.sum(g, 0, out=to_bias[e])
-        if not ctx.needs_input_grad[0]:
-            return None, to_weight, to_bias, None
-        to_rows = torch.empty_like(rows) if sum(ctx.counts) == len(rows) else torch.zeros_like(rows)
-        for e, (g, y) in enumerate(_by_expert(ctx.counts, grad, to_rows)):
-            torch.mm(g, weight[e], out=y)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        # Nothing is written in place: so it can be vectorized over several gradients.
+        (rows, weight), counts = ctx.saved_tensors, ctx.counts
+        to_rows = to_weight = to_bias = None
+        if ctx.needs_input_grad[0]:
+            parts = [g @ weight[e] for e, (g,) in enumerate(_by_expert(counts, grad))]
+            to_rows = functional.pad(torch.cat(parts), (0, 0, 0, len(rows) - sum(counts)))
+        if ctx.needs_input_grad[1]:
+            to_weight = torch.stack([g.T @ x for x, g in _by_expert(counts, rows, grad)])
+        if ctx.biased and ctx.needs_input_grad[2]:
+            to_bias = torch.stack([g.sum(0) for (g,) in _by_expert(counts, grad)])
         return to_rows, to_weight, to_bias, None
 
 

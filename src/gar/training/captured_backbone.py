@@ -137,3 +137,8 @@ class CapturedBackbone(CapturedUpdates):
             state = self._tokens.state(rows, part.width, part.padded).to(self._device, model.dtype)
             losses = model.losses(state, segments, self._tokens.labels[rows], keep)
         return weights.grouping.mean(losses), weights
+
+
+def updates_of(updater: Updater) -> Updater | CapturedUpdates:
+    """What runs the updates of an updater best: captured, where they can be (key ``capture``)."""
+    return CapturedUpdates.of(updater) or CapturedBackbone.of(updater) or updater

@@ -17,8 +17,7 @@ from gar.model import MultiTaskModel
 from gar.runs.history import History
 from gar.runs.stopping import StopSignals
 from gar.training import checkpoint
-from gar.training.captured import CapturedUpdates
-from gar.training.captured_backbone import CapturedBackbone
+from gar.training.captured_backbone import updates_of
 from gar.training.memory import PassLimit
 from gar.training.updater import TrainingFailure, Updater
 
@@ -68,7 +67,7 @@ def fit(
         state = checkpoint.load(checkpoints, model, updater.optimizer, hooks.message, updater.state)
         start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
     history.rewind(start, hooks.message)
-    updates = CapturedUpdates.of(updater) or CapturedBackbone.of(updater) or updater
+    updates = updates_of(updater)
     saved = time.monotonic()
 
     def save(done: int) -> None:
