@@ -210,7 +210,7 @@ def test_bad_data_is_refused_before_a_directory_is_made(
 
 
 def test_a_bug_keeps_its_traceback(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gar.training.run.load_mixture", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("gar.training.sharing.load_mixture", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(["train", str(file), "--out", str(tmp_path / "run")])
 
