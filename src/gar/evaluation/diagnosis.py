@@ -143,24 +143,21 @@ class _Tokens:
         self._occurrences: NDArray[np.int64] = np.zeros(size, np.int64)
         for split in source.splits:
             self._occurrences += np.bincount(split.ids, minlength=size)
-        #: The ids of each task followed by one more, which stands for padding, and where examples begin.
-        self._ids = [
-            torch.from_numpy(np.append(split.ids, size).astype(np.int64)).to(model.device)
-            for split in source.splits
-        ]
+        self._ids = [torch.from_numpy(split.ids).to(model.device).long() for split in source.splits]
+        #: Where examples begin.
         self._first = [torch.from_numpy(split.offsets).to(model.device) for split in source.splits]
-        shape = (size + 1, model.bank.experts.count)
+        shape = (size, model.bank.experts.count)
         self._selections = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def __call__(self, task: int, rows: NDArray[np.int64], routing: Routing) -> None:
-        assert routing.mask is not None
         first = self._first[task][torch.from_numpy(rows).to(self._device, non_blocking=True)]
-        places = first.unsqueeze(1) + torch.arange(routing.mask.shape[1], device=self._device)
-        ids = self._ids[task][places.masked_fill(~routing.mask, len(self._ids[task]) - 1)]
+        places = first.unsqueeze(1) + torch.arange(routing.selected.shape[1], device=self._device)
+        # Padding reads some other token, for which it selects no expert.
+        ids = self._ids[task][places.clamp(max=len(self._ids[task]) - 1)]
         self._selections.index_add_(0, ids.flatten(), routing.selected.flatten(0, 1).long())
 
     def seen(self, top: int, minimum_count: int) -> list[list[dict[str, Any]]]:
-        found = most_lifted(self._occurrences, self._selections[:-1].cpu().numpy(), top, minimum_count)
+        found = most_lifted(self._occurrences, self._selections.cpu().numpy(), top, minimum_count)
         return [
             [{"token": readable_token(self._tokenizer, x.item), "id": x.item, **_numbers(x)} for x in expert]
             for expert in found

@@ -78,7 +78,7 @@ class RawSource:
         return width, any(int(own.min()) < width for own in lengths)
 
     def state(self, parts: Sequence[Part]) -> SiteState:
-        rows = torch.from_numpy(self.table.rows(parts)).to(self.model.device)
+        rows = torch.from_numpy(self.table.rows(parts)).to(self.model.device, non_blocking=True)
         state = self.table.state(rows, *self.shape(parts))
         if self._rounding is not None:
             state = state.to(self.model.device, self._rounding)
