@@ -83,6 +83,13 @@ class CapturedUpdates:
         able = config.capture and config.method.capturable and model.bank.experts.capturable
         if not able or model.device.type != "cuda" or not isinstance(updater.source, CachedSource):
             return None
+        rows, limit = (
+            sum(updater.schedule.full_groups) * config.mixture.group_size,
+            config.max_tokens_per_pass,
+        )
+        longest = max(int(lengths.max()) for lengths in updater.source.lengths)
+        if isinstance(limit, int) and rows * longest > limit:  # captured updates are one pass
+            return None
         return None if updater.source.table is None else cls(updater, updater.source.table)
 
     def __init__(self, updater: Updater, table: Table | TokenTable, graphs: bool = True) -> None:
@@ -236,9 +243,8 @@ class CapturedUpdates:
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])
         told = torch.cat([functional.pad(update.losses.double(), (0, self._groups - m)), norm.double()[None]])
         self._told.index_copy_(0, self._line, told[None])
-        self._skip.add_((told.sum() * 0).ne(0)).clamp_(
-            max=1
-        )  # what is not finite is not 0 when multiplied by 0
+        # What is not finite is not 0 when multiplied by 0.
+        self._skip.add_((told.sum() * 0).ne(0)).clamp_(max=1)
         clip_grads_with_norm_(updater.parameters, updater.config.optimizer.clip, norm)
         optimizer.param_groups[0]["lr"] = self._rate.copy_(rate)
         optimizer.step()
