@@ -1052,8 +1052,8 @@ def test_a_state_reaches_every_hook() -> None:
 # --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(gar.__file__).parent
-#: What deals with the paper's methods as such: its presets, and its search.
-BY_NAME = ("methods", "presets", "sweeps/search.py")
+#: What deals with certain methods as such: the paper's presets and search, and what is timed beside what.
+BY_NAME = ("methods", "presets", "sweeps/search.py", "benchmark")
 ELSEWHERE = sorted(
     path
     for path in PACKAGE.rglob("*.py")

@@ -33,6 +33,8 @@ WORKLOADS = {
     "five": "paper/deberta_frozen_lora_ffn/five/baseline",
     "single": "paper/deberta_single_lora_ffn/MRPC/baseline",
 }
+#: Compared where nobody names any.
+USUAL = ("baseline", "gar", "cagrad")
 #: Methods; ``gar/per_group`` is GAR with the slow observation path.
 METHODS = tuple(
     name + path

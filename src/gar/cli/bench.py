@@ -15,7 +15,7 @@ from rich.console import Console
 from gar.benchmark.models import SIZES
 from gar.benchmark.others import REFERENCE, other_lines
 from gar.benchmark.report import Line, Report, command, machine
-from gar.benchmark.settings import FEATURES, METHODS, WORKLOADS, Setting
+from gar.benchmark.settings import FEATURES, METHODS, USUAL, WORKLOADS, Setting
 from gar.benchmark.step import CAPTURE, step_lines
 from gar.benchmark.sweep import sweep_lines
 from gar.benchmark.timing import Plan
@@ -83,7 +83,7 @@ def step(
     where = resolve_device(device or "auto")
     kinds = features or ["cached", "uncached"]
     settings = _settings(overrides, length, workload, model, site, kinds, precision)
-    methods = _chosen("--method", method or ["baseline", "gar", "cagrad"], METHODS)
+    methods = _chosen("--method", method or list(USUAL), METHODS)
     captures = _chosen("--capture", capture or ["on"], CAPTURE)
     plan = Plan(repeats, updates)
     columns = ["ms", "ratio", *_device_columns(where), "paper"]
