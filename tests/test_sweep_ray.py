@@ -183,7 +183,8 @@ def cluster() -> Iterator[Any]:
 def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path) -> None:
     second = cluster.add_node(num_cpus=1, object_store_memory=10**8)
     cluster.wait_for_nodes()
-    suite = tiny_suite(updates=1500, methods=["baseline", "gar"], seeds=3)
+    # As often as there is one: a sweep's usual pause between checkpoints is longer than these runs.
+    suite = tiny_suite(updates=1500, methods=["baseline", "gar"], seeds=3, set={"checkpoint.pause": 0.0})
     executor = LosesANode(cluster, second)
     assert executor.free == 2
     outcome = run_sweep(make_plan(suite, tmp_path), executor, view=quiet(), keep_models=False)

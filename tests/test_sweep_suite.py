@@ -152,9 +152,9 @@ def test_mixtures_of_ones_own(tmp_path: Path) -> None:
 def test_runs_of_a_sweep_have_checkpoints_unless_told_otherwise() -> None:
     tree = next(suite(mixtures=["five"]).runs()).tree()["checkpoint"]
     assert {f"checkpoint.{key}": tree[key] for key in ("every", "pause")} == CHECKPOINTING
-    assert (
-        next(suite(mixtures=["five"], set={"checkpoint.every": 0}).runs()).tree()["checkpoint"]["every"] == 0
-    )
+    for key, value in {"every": 0, "pause": 2.5}.items():
+        told = next(suite(mixtures=["five"], set={f"checkpoint.{key}": value}).runs()).tree()["checkpoint"]
+        assert told[key] == value
 
 
 def test_the_digest_is_of_what_is_computed() -> None:

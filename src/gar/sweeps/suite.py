@@ -133,7 +133,8 @@ class Combination:
             set_key(tree, dotted, copy.deepcopy(value))
         if not (tree.get("checkpoint") or {}).get("every") and "checkpoint.every" not in self.changes:
             for key, value in CHECKPOINTING.items():
-                set_key(tree, key, value)
+                if key not in self.changes:
+                    set_key(tree, key, value)
         return configuration.build(tree, self.id).to_dict()
 
     @functools.cached_property
