@@ -793,3 +793,9 @@ def test_groupings_made_from_sizes_are_those_of_their_numbers(sizes: list[int]) 
     assert torch.equal(consecutive.spread(weights), expected.spread(weights))
     assert torch.equal(padded.spread(weights)[slots], expected.spread(weights))
     assert int(padded.spread(weights + 1).count_nonzero()) == sum(sizes)
+
+
+def test_a_grouping_may_count_no_row() -> None:
+    grouping = Grouping(torch.tensor([-1, -1]))
+    assert grouping.count == 0
+    assert grouping.sum(torch.ones(2, 3)).shape == (0, 3)

@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 TOKENS_PER_FORWARD = {"cpu": 1024, "cuda": 16384}
 #: Forwards at a time beside a GPU: while it computes one, the states of another are written.
 AHEAD = 2
-#: Widths that the texts of a trained backbone are padded to on a GPU, at most.
+#: Widths that texts are padded to on a GPU, at most, so that few shapes occur.
 WIDTHS = 8
 #: Share of free accelerator memory that resident features may take.
 RESIDENT_SHARE = 0.4
@@ -186,8 +186,8 @@ class TokenTable:
         device = model.device
         types = [split.types for split in splits if split.types is not None]
         longest = max(int(split.lengths.max(initial=1)) for split in splits)
-        # On a GPU few widths, so that few shapes occur: each has kernels of its own to be found.
-        step = 8 * -(-longest // (8 * WIDTHS)) if device.type == "cuda" and model.config.trainable else 1
+        # On a GPU few widths: each has kernels of its own to be found.
+        step = width_step(longest) if device.type == "cuda" and model.config.trainable else 1
         offsets = np.concatenate([[0], *(split.lengths for split in splits)]).cumsum()
         return cls(
             model,
@@ -211,9 +211,7 @@ class TokenTable:
 
     def state(self, rows: Tensor, width: int, padded: bool) -> SiteState:
         """The prefix's output for rows int64 [B] of ``width`` tokens, some of which are padding or not."""
-        positions = torch.arange(width, device=rows.device)
-        start, stop = self.offsets[rows].unsqueeze(1), self.offsets[rows + 1].unsqueeze(1)
-        mask, tokens = positions < stop - start, torch.minimum(start + positions, stop - 1)
+        tokens, mask = _places(self.offsets, rows, width)
         ids = torch.where(mask, self.ids[tokens], self.model.padding).long()
         types = None if self.types is None else torch.where(mask, self.types[tokens], 0).long()
         relative = None if self.positions is None else self.positions[:, :width, :width]
@@ -221,13 +219,27 @@ class TokenTable:
 
 
 def _gather(features: Features, offsets: Tensor, rows: Tensor, width: int) -> SiteState:
+    tokens, mask = _places(offsets, rows, width)
+    x = None if features.x is None else features.x[tokens]
+    base = features.base[rows if features.pooled else tokens]
+    return SiteState(x, base, mask)
+
+
+def _places(offsets: Tensor, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens of rows [B] lie, int64 [B, width], and which of them are there, bool."""
     positions = torch.arange(width, device=rows.device)
     start, stop = offsets[rows].unsqueeze(1), offsets[rows + 1].unsqueeze(1)
     # Padding repeats the last token; it is masked everywhere.
-    tokens = torch.minimum(start + positions, stop - 1)
-    x = None if features.x is None else features.x[tokens]
-    base = features.base[rows if features.pooled else tokens]
-    return SiteState(x, base, positions < stop - start)
+    return torch.minimum(start + positions, stop - 1), positions < stop - start
+
+
+def width_step(longest: int) -> int:
+    """Texts of up to ``longest`` tokens are padded to multiples of this, a multiple of 8 itself.
+
+    >>> [width_step(n) for n in (5, 64, 65, 128)]
+    [8, 8, 16, 16]
+    """
+    return 8 * -(-longest // (8 * WIDTHS))
 
 
 def _stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -69,7 +69,7 @@ class Grouping:
 
     def _place(self, order: Tensor, sizes: Tensor, device: torch.device | None) -> None:
         """Where the counted rows, listed group by group, come to stand in [M, width]; all on the host."""
-        width = int(sizes.max())
+        width = int(sizes.max()) if len(sizes) else 0
         slots = torch.arange(width).expand(self.count, width) < sizes.unsqueeze(1)
         index = torch.zeros(self.count, width, dtype=torch.long)
         index[slots] = order
@@ -97,7 +97,7 @@ class Grouping:
 
     def spread(self, values: Tensor) -> Tensor:
         """Values [M] of the groups as one of each row, [R]; 0 for rows that are not counted."""
-        width = int(self.rows / max(1, self.count)) if self._consecutive else self._slots.shape[1]
+        width = self.rows // max(1, self.count) if self._consecutive else self._slots.shape[1]
         counted = torch.arange(width, device=values.device) < self.sizes.to(values.device).unsqueeze(1)
         return self.scatter(values.unsqueeze(1) * counted, (self.rows,))
 

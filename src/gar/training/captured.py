@@ -27,18 +27,17 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_
 
 from gar.data.batches import Group
-from gar.features.sources import CachedSource, Table, TokenTable
+from gar.features.sources import CachedSource, Table, TokenTable, width_step
 from gar.methods import GroupWeights, Update
 from gar.observation import Grouping
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
 from gar.training.gradients import Forward, fill_gradients, total_norm
+from gar.training.memory import whole_update
 from gar.training.updater import Outcome, Updater
 
 #: Updates between two looks at the device: what a signal or a failure has to wait for, some 0.1 s.
 BLOCK = 64
-#: Widths that texts are padded to, at most.
-WIDTHS = 8
 #: Shapes that are captured; later ones are rare, and every graph keeps some memory.
 GRAPHS = 64
 
@@ -83,12 +82,8 @@ class CapturedUpdates:
         able = config.capture and config.method.capturable and model.bank.experts.capturable
         if not able or model.device.type != "cuda" or not isinstance(updater.source, CachedSource):
             return None
-        rows, limit = (
-            sum(updater.schedule.full_groups) * config.mixture.group_size,
-            config.max_tokens_per_pass,
-        )
-        longest = max(int(lengths.max()) for lengths in updater.source.lengths)
-        if isinstance(limit, int) and rows * longest > limit:  # captured updates are one pass
+        limit = config.max_tokens_per_pass
+        if isinstance(limit, int) and whole_update(updater) > limit:  # captured updates are one pass
             return None
         return None if updater.source.table is None else cls(updater, updater.source.table)
 
@@ -98,7 +93,7 @@ class CapturedUpdates:
         self._groups = sum(updater.schedule.full_groups)
         self._rows = self._groups * self._size
         longest = max(int(lengths.max()) for lengths in updater.source.lengths)
-        self._step = 8 * math.ceil(longest / (8 * WIDTHS)) if longest > 1 else 1
+        self._step = width_step(longest) if longest > 1 else 1
         self._device = device = updater.model.device
         self._counts = torch.zeros(BLOCK, 2 * self._rows + self._groups, dtype=torch.int64, device=device)
         self._reals = torch.zeros(BLOCK, 2 * self._groups + 1, dtype=torch.float64, device=device)
