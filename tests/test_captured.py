@@ -195,6 +195,14 @@ def test_blocks_end_wherever_something_is_due() -> None:
     assert list(blocks(5, 5, 64)) == []
 
 
+def test_updates_may_go_on_behind_the_last_one(world: Path) -> None:
+    """As a benchmark's do, whose stretches do not end where a run's budget does."""
+    config = config_of(world, optimizer__updates=4)
+    (plain, _), (_, captured) = made(config), made(config)
+    found = [outcome for start in (0, 3, 6) for outcome in captured.block(start, start + 3)]
+    assert close(found, list(plain.block(0, 9)))
+
+
 @GPU
 def test_graphs_have_the_bits_of_the_same_kernels_launched_singly(world: Path) -> None:
     config = config_of(world, "cuda", optimizer__updates=200, method={"name": "gar", "coefficient": 1.0})

@@ -1,4 +1,4 @@
-"""Blocks of updates of a trained backbone against one by one: on a CPU without graphs, on a GPU with them."""
+"""Blocks of updates through the backbone against one by one: on a CPU without graphs, on a GPU with them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from gar.config import Config
+from gar.errors import UserError
 from gar.features.sources import RawSource, make_sources
 from gar.methods import REGISTRY
 from gar.training import captured as captured_module
@@ -98,6 +99,48 @@ def test_blocks_are_the_updates_one_by_one(
     assert len(shapes) > 1
     assert any(len(shape.passes) > 1 for shape in shapes) == (limit is not None)
     assert captured.graphs == bool(captured._captured) or limit is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", ["float32", "float16"])
+@pytest.mark.parametrize("limit", [None, 150])
+@pytest.mark.parametrize("method", ["gar", "cagrad", "stgc_load"])
+def test_a_frozen_prefix_that_is_not_cached(
+    world: Path, method: str, limit: int | None, kept: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states are rounded as a cache rounds them; updates of several passes fit a graph too."""
+    monkeypatch.setattr(captured_module, "BLOCK", 5)
+    config = config_of(
+        world,
+        device,
+        method__name=method,
+        max_tokens_per_pass=limit,
+        backbone__trainable=False,
+        cache={"enabled": False, "dtype": kept},
+    )
+    plain, _ = made(config)
+    expected = list(plain.block(0, 12))
+    updater, captured = made(config, graphs=device == "cuda" and method != "cagrad")
+    found = list(captured.block(0, 12))
+    torch.testing.assert_close(flat(found), flat(expected), rtol=1e-10, atol=1e-10)
+    assert largest_difference(weights(updater.model), weights(plain.model)) < 1e-10
+    assert captured.graphs == bool(captured._captured)
+
+
+def test_a_state_that_a_cache_could_not_hold_is_refused(world: Path) -> None:
+    """As one update at a time refuses it."""
+    config = config_of(
+        world,
+        optimizer__updates=4,
+        backbone__trainable=False,
+        cache={"enabled": False, "dtype": "float16"},
+    )
+    updater, captured = made(config)
+    list(captured.block(0, 2))
+    with torch.no_grad():
+        updater.model.backbone.get_input_embeddings().weight.mul_(torch.inf)
+    with pytest.raises(UserError, match="do not fit float16"):
+        list(captured.block(2, 4))
 
 
 def test_masks_are_those_of_the_update(world: Path) -> None:

@@ -68,8 +68,8 @@ class RawSource:
         self.lengths = [split.lengths for split in splits]
         self.labels = [torch.from_numpy(split.labels).to(model.device) for split in splits]
         self.table = TokenTable.of(model, splits, self.labels)
-        # A half-precision cache rounds the states of a frozen backbone; the uncached path rounds alike.
-        self._rounding = torch.float16 if cache.dtype == "float16" and not model.config.trainable else None
+        #: A half-precision cache rounds the states of a frozen backbone; the uncached path rounds alike.
+        self.rounding = torch.float16 if cache.dtype == "float16" and not model.config.trainable else None
 
     def shape(self, parts: Sequence[Part]) -> tuple[int, bool]:
         """Padded tokens of such examples together, and whether any of them is padding."""
@@ -80,8 +80,8 @@ class RawSource:
     def state(self, parts: Sequence[Part]) -> SiteState:
         rows = torch.from_numpy(self.table.rows(parts)).to(self.model.device, non_blocking=True)
         state = self.table.state(rows, *self.shape(parts))
-        if self._rounding is not None:
-            state = state.to(self.model.device, self._rounding)
+        if self.rounding is not None:
+            state = state.to(self.model.device, self.rounding)
             if not all(t.isfinite().all() for t in (state.x, state.base) if t is not None):
                 raise does_not_fit("float16")
         return state.to(self.model.device, self.model.dtype)
@@ -186,8 +186,8 @@ class TokenTable:
         device = model.device
         types = [split.types for split in splits if split.types is not None]
         longest = max(int(split.lengths.max(initial=1)) for split in splits)
-        # On a GPU few widths: each has kernels of its own to be found.
-        step = width_step(longest) if device.type == "cuda" and model.config.trainable else 1
+        # On a GPU few widths: each has kernels of its own to be found, and a graph of its own.
+        step = width_step(longest) if device.type == "cuda" else 1
         offsets = np.concatenate([[0], *(split.lengths for split in splits)]).cumsum()
         return cls(
             model,
@@ -198,7 +198,7 @@ class TokenTable:
             np.concatenate([[0], np.cumsum([len(own) for own in labels])[:-1]]),
             step,
             longest,
-            model.positions(longest) if model.config.trainable else None,
+            model.positions(longest) if device.type == "cuda" or model.config.trainable else None,
         )
 
     def width(self, length: int) -> int:

@@ -116,8 +116,12 @@ def environment(config: Config) -> dict[str, Any]:
 
 
 @functools.cache
-def _version(library: str) -> str:
-    return importlib.metadata.version(library)
+def _version(library: str) -> str | None:
+    """None where it is not there: what only some commands need is imported by them alone."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache  # a process runs the code that it has imported

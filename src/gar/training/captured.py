@@ -118,7 +118,8 @@ class CapturedUpdates:
             with self._on_stream():
                 self._launch_all(plan)
                 # While the device works. The next block is mostly as long as this one.
-                self._ahead = self._plan(start + count, min(start + 2 * count, self.updater.total))
+                stop_ahead = min(start + 2 * count, self.updater.total)
+                self._ahead = self._plan(start + count, stop_ahead) if start + count < stop_ahead else None
                 told = self._told[:count].cpu().numpy()
             finite = np.isfinite(told).all(1)
             good = count if finite.all() else int(finite.argmin())

@@ -1,11 +1,11 @@
-"""Updates of a trained backbone on a GPU, in blocks: :mod:`gar.training.captured` from token ids on.
+"""Updates that run the backbone on a GPU, in blocks: :mod:`gar.training.captured` from token ids on.
 
 An update of a backbone is a thousand kernels, which take the host longer than the GPU. Where nothing in it
 waits for the device it is replayed as a CUDA graph; elsewhere (float32 products of full FFN experts, whose
 sizes the host has to know) kernels are launched one by one, without a look at the losses between updates.
 
-The dropout of the backbone depends on the sizes of its tensors. So groups keep their sizes here, and texts
-the widths that they have in :meth:`Updater.run`: captured or not, masks are the same.
+The dropout of a trained backbone depends on the sizes of its tensors. So groups keep their sizes here, and
+texts the widths that they have in :meth:`Updater.run`: captured or not, masks are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gar.training.updater import Outcome, Updater, task_parts
 
 
 class CapturedBackbone(CapturedUpdates):
-    """:class:`CapturedUpdates` of a trained backbone."""
+    """:class:`CapturedUpdates` of a backbone that is trained, or frozen and not cached."""
 
     #: Of some ten milliseconds each.
     stride: ClassVar[int] = 8
@@ -40,7 +40,7 @@ class CapturedBackbone(CapturedUpdates):
     @classmethod
     def of(cls, updater: Updater) -> Self | None:
         model, config, source = updater.model, updater.config, updater.source
-        able = config.capture and config.method.capturable and model.config.trainable
+        able = config.capture and config.method.capturable
         if not able or model.device.type != "cuda" or not isinstance(source, RawSource):
             return None
         with model.computing():
@@ -78,8 +78,8 @@ class CapturedBackbone(CapturedUpdates):
         return np.arange(sum(map(len, groups)))
 
     def _fits_graph(self, shape: Shape) -> bool:
-        # A graph takes one seed; every pass has its own.
-        return self.graphs and len(shape.passes) == 1
+        # A graph takes one seed; every pass of a trained backbone has its own.
+        return self.graphs and (len(shape.passes) == 1 or not self.updater.model.config.trainable)
 
     def _launch(self, shape: Shape, number: int) -> None:
         self._number = number
@@ -134,7 +134,10 @@ class CapturedBackbone(CapturedUpdates):
         capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
         stream = contextlib.nullcontext() if capturing else self.updater.backbone_stream(self._number, first)
         with stream:
-            state = self._tokens.state(rows, part.width, part.padded).to(self._device, model.dtype)
+            state = self._tokens.state(rows, part.width, part.padded)
+            if self._source.rounding is not None:  # what it cannot hold shows in the losses
+                state = state.to(self._device, self._source.rounding)
+            state = state.to(self._device, model.dtype)
             losses = model.losses(state, segments, self._tokens.labels[rows], keep)
         return weights.grouping.mean(losses), weights
 
