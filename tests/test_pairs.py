@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gar.nn import RoutedFFN, ffn
 from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
-from gar.observation import Grouping, observe
+from gar.observation import Grouping, WholeGradients, observe
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -236,6 +236,39 @@ def test_group_gradients_in_bfloat16_are_sums_of_its_own_products(
     total = low["group"].T @ torch.tensor([0.3, 0.7], device=device)
     slots = torch.cat([low[f"experts.{slot}"].sum(0).flatten() for slot in ("W1", "b1", "W2", "b2")])
     assert (total - slots).norm() / slots.norm() < 4e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 3), (1, 0, 4), (5,)])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_gradients_of_single_experts_by_group(
+    grouped: Callable[[bool], None], top_k: int, sizes: tuple[int, ...], gated: bool, bias: bool, device: str
+) -> None:
+    """Against a backward of each group alone; padded units, undefined rows, and an empty group."""
+    bank = bank_of(top_k, gated, bias, torch.float32, device)
+    random = torch.Generator().manual_seed(2)
+    x, pull = (torch.randn(5, 7, 16, generator=random).to(device) for _ in range(2))
+    mask = (torch.arange(7) < torch.tensor([7, 3, 5, 1, 7]).unsqueeze(1)).to(device)
+    grouping = Grouping.consecutive(sizes, torch.device(device))
+    parameters = {slot: getattr(bank.experts, slot) for slot in bank.experts.slots}
+    whole = {}
+    for fixed in (False, True):
+        grouped(fixed)
+        rows = WholeGradients([bank], list(parameters.values()))
+        with rows.recording():
+            losses = grouping.sum((bank(x, mask)[0] * pull).sum((1, 2)))
+            whole[fixed] = x.new_empty(len(sizes), rows.size)
+            rows.fill(losses, torch.ones_like(losses), grouping, whole[fixed])
+    grouped(False)
+    first = 0
+    for m, size in enumerate(sizes):
+        own = slice(first, first := first + size)
+        grads = torch.autograd.grad((bank(x[own], mask[own])[0] * pull[own]).sum(), list(parameters.values()))
+        expected = torch.cat([grad.flatten() for grad in grads])
+        for fixed in (False, True):
+            assert (whole[fixed][m] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_only_hopper_and_aligned_rows_have_such_products() -> None:

@@ -19,7 +19,7 @@ from gar.config import CacheConfig, build
 from gar.features.sources import RawSource
 from gar.methods import CAGrad
 from gar.model import MultiTaskModel, SiteState
-from gar.nn import Experts, FFNExperts
+from gar.nn import Experts, FFNExperts, ffn
 from gar.nn.head import LinearHeads
 from gar.observation import Grouping, WholeGradients, _modules
 from gar.training import Updater
@@ -529,9 +529,21 @@ def test_the_combination_reads_nothing_back() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("site", ["lora_ffn", "lora_head"])
-def test_a_checked_pass_reads_nothing_back(directories: Directories, site: str) -> None:
-    model = make_model(directories["bert"], site).train()
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("site", ["lora_ffn", "lora_head", "full_ffn"])
+def test_a_checked_pass_reads_nothing_back(
+    directories: Directories, site: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of complete FFN experts where products of unknown sizes are one kernel."""
+
+    def product(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        own = torch.searchsorted(offs, torch.arange(a.shape[0 if b.dim() == 3 else 1]), right=True)
+        own = (own.unsqueeze(1) == torch.arange(len(offs))).to(a.dtype)
+        return torch.einsum("nq,gqp,ng->np" if b.dim() == 3 else "pn,nq,ng->gpq", a, b, own)
+
+    monkeypatch.setattr(functional, "grouped_mm", product)
+    monkeypatch.setattr(ffn, "can_group", lambda *_: True)
+    model = make_model(directories["bert"], site, trained).train()
     updater = make_updater(model)
     assert updater.whole is not None
     groups = updater.schedule.groups(0)

@@ -43,6 +43,8 @@ class RowGroups(Protocol):
     """Which rows belong to which of ``count`` groups (:class:`gar.observation.Grouping` is one)."""
 
     count: int
+    ordered: bool
+    """Whether rows come group by group, every row in one of them."""
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows [B, ...] as [M, n, ...], zeros where a group is shorter than the longest."""

@@ -119,6 +119,9 @@ class FFNExperts(Experts):
         rows, count = call.gates.shape[:2], groups.count
         pairs = call.layout
         assert isinstance(pairs, Pairs)
+        if pairs.counts is None and groups.ordered:
+            self._add_grouped(call, pairs, groups, into)
+            return
         total = int(pairs.ends[-1]) if pairs.counts is None else sum(pairs.counts)
         units, experts = pairs.units[:total], pairs.experts[:total]
         spread = torch.arange(count, device=units.device).unsqueeze(1)
@@ -139,10 +142,31 @@ class FFNExperts(Experts):
             e, m = divmod(number, count)
             add_product(into["W1"][m, e], dpre_, x_)
             add_product(into["W2"][m, e], delta_, hidden_)
-        if self.b1 is not None:
-            for slot, values in (("b1", dpre), ("b2", delta)):
-                sums = torch.segment_reduce(values.to(into[slot].dtype), "sum", lengths=counts, unsafe=True)
-                into[slot].add_(sums.unflatten(0, (self.count, count)).transpose(0, 1))
+        self._add_biases(dpre, delta, counts, into)
+
+    def _add_grouped(self, call: Call, pairs: Pairs, groups: RowGroups, into: Mapping[str, Tensor]) -> None:
+        """The same where the host does not know the counts: one product for all (expert, group)."""
+        assert call.hidden is not None
+        assert call.hidden_grad is not None
+        hidden, dpre = call.hidden, call.hidden_grad
+        units, experts = pairs.units, pairs.experts
+        counts = groups.gather(call.active.sum(1)).sum(1).T.flatten()  # pairs lie in this order
+        ends = counts.cumsum(0).to(torch.int32)
+        x = call.x.to(dpre.dtype).flatten(0, 1)[units]
+        weight = call.gates.flatten(0, 1)[units, experts].unsqueeze(-1)
+        delta = (weight * call.delta.flatten(0, 1)[units]).to(hidden.dtype)
+        for slot, left, right in (("W1", dpre, x), ("W2", delta, hidden)):
+            product = functional.grouped_mm(left.T, right, offs=ends)
+            into[slot].add_(product.unflatten(0, (self.count, groups.count)).transpose(0, 1))
+        self._add_biases(dpre, delta, counts, into)
+
+    def _add_biases(self, dpre: Tensor, delta: Tensor, counts: Tensor, into: Mapping[str, Tensor]) -> None:
+        """Sums of pairs, of which ``counts`` [E M] belong to each expert and group."""
+        if self.b1 is None:
+            return
+        for slot, values in (("b1", dpre), ("b2", delta)):
+            sums = torch.segment_reduce(values.to(into[slot].dtype), "sum", lengths=counts, unsafe=True)
+            into[slot].add_(sums.unflatten(0, (self.count, -1)).transpose(0, 1))
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.hidden_features} -> {self.features}, experts={self.count}"

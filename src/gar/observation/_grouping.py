@@ -31,6 +31,7 @@ class Grouping:
                 f"group numbers must be -1 (not counted) or in [0, {self.count}), got up to {largest}"
             )
         self.rows = len(listed)
+        self.ordered = bool((listed.diff(prepend=listed.new_zeros(1)) >= 0).all())
         self.sizes = torch.bincount(listed[listed >= 0], minlength=self.count)
         width = int(self.sizes.max()) if self.count else 0
         # The usual update, consecutive groups of one size, needs no gather at all.
@@ -49,7 +50,7 @@ class Grouping:
         """
         grouping = cls.__new__(cls)
         grouping.count, grouping.rows = len(sizes), sum(sizes)
-        grouping.sizes = torch.tensor(sizes, device=device)
+        grouping.sizes, grouping.ordered = torch.tensor(sizes, device=device), True
         width = max(sizes, default=0)
         grouping._consecutive = grouping.rows == grouping.count * width
         if not grouping._consecutive:
@@ -64,7 +65,7 @@ class Grouping:
         """
         grouping = cls.__new__(cls)
         grouping.count, grouping.rows, grouping.sizes = len(sizes), len(sizes) * width, sizes
-        grouping._consecutive = True
+        grouping._consecutive = grouping.ordered = True
         return grouping
 
     def _place(self, order: Tensor, sizes: Tensor, device: torch.device | None) -> None:

@@ -45,8 +45,8 @@ class CapturedBackbone(CapturedUpdates):
             return None
         with model.computing():
             fixed = model.bank.experts.capturable
-        # A checkpointed layer keeps the generator's state on the host; rows of groups look at sizes there.
-        fixed = fixed and not (model.config.gradient_checkpointing or config.method.whole_gradients)
+        # A checkpointed layer keeps the generator's state on the host.
+        fixed = fixed and not model.config.gradient_checkpointing
         return cls(updater, source, fixed)
 
     def __init__(self, updater: Updater, source: RawSource, graphs: bool = True) -> None:
