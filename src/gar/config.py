@@ -24,9 +24,11 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializeAsAny,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_serializer,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -179,6 +181,18 @@ class EvaluationConfig(Section):
     probe_examples: int = Field(
         256, ge=1, description="per task, for the gradient probe; checked between whole loader batches"
     )
+    selection: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="held out share of every training split, measured at the end to choose models by",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_selection(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Off, it is left out: runs of before this key have the same configuration, and the same digest.
+        tree: dict[str, Any] = handler(self)
+        return tree if self.selection else {k: v for k, v in tree.items() if k != "selection"}
 
 
 class CheckpointConfig(Section):

@@ -19,7 +19,7 @@ from gar.data._permutation import fixed_permutation
 from gar.data.check import TaskFacts, check_mixture
 from gar.data.load import load, load_mixture, load_task, read_texts
 from gar.data.paths import cache_root
-from gar.data.probe import probe_mixture, probe_task
+from gar.data.probe import probe_mixture, probe_task, selection_mixture
 from gar.data.registry import RegisteredTask, find_mixture, find_task, registry
 from gar.data.task import Mixture, Split, Task
 
@@ -50,4 +50,5 @@ __all__ = [
     "probe_task",
     "read_texts",
     "registry",
+    "selection_mixture",
 ]

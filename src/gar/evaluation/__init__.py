@@ -1,7 +1,7 @@
 """What a model reaches, what its experts do, and what they see."""
 
 from gar.evaluation.diagnosis import Lifted, collapse_notes, diagnose, gradient_shares, most_lifted
-from gar.evaluation.measure import EvaluationFailure, evaluate
+from gar.evaluation.measure import EvaluationFailure, evaluate, measure_accuracy
 from gar.evaluation.saved import Saved, label, load_model, load_saved
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "label",
     "load_model",
     "load_saved",
+    "measure_accuracy",
     "most_lifted",
 ]

@@ -85,7 +85,7 @@ def evaluate(
     if source is None:
         check_mixture(model.tasks, mixture)
         source = make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
-    tokens = options.batch_tokens or BATCH_TOKENS.get(model.device.type, 8192)
+    tokens = batch_tokens(model, options)
     with evaluating(model):
         forward = forward_pass(model, mixture, source, tokens, watch)
         probe = gradient_probe(model, mixture, source, options.probe_examples, tokens // WITH_BACKWARD)
@@ -93,6 +93,20 @@ def evaluate(
         "accuracy": accuracies(mixture.tasks, forward),
         "routing": routing_summary(model, mixture, forward, probe),
     }
+
+
+def measure_accuracy(
+    model: MultiTaskModel, mixture: Mixture, *, source: Source, options: EvaluationConfig
+) -> dict[str, Any]:
+    """The ``accuracy`` section alone, of the mixture's validation splits; ``source`` has their states."""
+    with evaluating(model):
+        forward = forward_pass(model, mixture, source, batch_tokens(model, options), None)
+    return accuracies(mixture.tasks, forward)
+
+
+def batch_tokens(model: MultiTaskModel, options: EvaluationConfig) -> int:
+    """Padded tokens of an evaluation's forward pass: what is configured, else what suits the device."""
+    return options.batch_tokens or BATCH_TOKENS.get(model.device.type, 8192)
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -267,12 +268,20 @@ def make_source(
 
 
 def make_sources(
-    model: MultiTaskModel, mixture: Mixture, cache: CacheConfig, progress: Progress | None = None
-) -> tuple[Source, Source]:
-    """The sources of a mixture's training and validation splits; ``progress`` counts through both."""
+    model: MultiTaskModel,
+    mixture: Mixture,
+    cache: CacheConfig,
+    progress: Progress | None = None,
+    selection: Mixture | None = None,
+) -> list[Source]:
+    """The sources of a mixture's training and validation splits, and of its selection part if there is one.
+
+    ``progress`` counts through all of them.
+    """
     splits = [[task.train for task in mixture.tasks], [task.validation for task in mixture.tasks]]
-    train, validation = sources_of(model, [tokenized(model, part) for part in splits], cache, progress)
-    return train, validation
+    if selection is not None:
+        splits.append([task.validation for task in selection.tasks])
+    return sources_of(model, [tokenized(model, part) for part in splits], cache, progress)
 
 
 def sources_of(
@@ -286,18 +295,11 @@ def sources_of(
 
     ``keep(key, make)`` may give back what it got for the same key before, see :class:`Keep`.
     """
-    if not _cached(model, cache):
+    if not is_cached(model, cache):
         return [RawSource(model, part, cache) for part in parts]
-    facts, root = prefix_facts(model), cache_root(cache.directory)
-    dtype = "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
     splits = [split for part in parts for split in part]
-    entries = [entry_of(root, facts, split, dtype) for split in splits]
-    check_ahead(entries)
-    counter = _Counter(progress, sum(map(len, splits)))
-    features = []
-    for split in splits:
-        features.append(open_or_build(root, facts, split, dtype, partial(_fill, model, split, counter)))
-        counter.done(split)
+    entries = _entries(model, splits, cache)
+    features = build_features(model, splits, cache, progress)
 
     def make() -> list[CachedSource]:
         own = iter(features)
@@ -307,6 +309,40 @@ def sources_of(
     shape = tuple(map(len, parts))
     key = (tuple(entry.name for entry in entries), shape, labels, model.device, model.dtype)
     return list(make() if keep is None else keep(key, make))
+
+
+def build_features(
+    model: MultiTaskModel,
+    splits: Sequence[TokenizedSplit],
+    cache: CacheConfig,
+    progress: Progress | None = None,
+) -> list[Features]:
+    """The features of splits under a frozen backbone, from the cache or computed into it, in order."""
+    facts, root, dtype = prefix_facts(model), cache_root(cache.directory), _kept_dtype(model, cache)
+    check_ahead(_entries(model, splits, cache))
+    counter = _Counter(progress, sum(map(len, splits)))
+    features = []
+    for split in splits:
+        features.append(open_or_build(root, facts, split, dtype, partial(_fill, model, split, counter)))
+        counter.done(split)
+    return features
+
+
+def absent_features(
+    model: MultiTaskModel, splits: Sequence[TokenizedSplit], cache: CacheConfig
+) -> list[TokenizedSplit]:
+    """The splits whose features the cache does not have; those that it has may still be damaged."""
+    entries = zip(splits, _entries(model, splits, cache), strict=True)
+    return [split for split, entry in entries if not entry.is_dir()]
+
+
+def _entries(model: MultiTaskModel, splits: Sequence[TokenizedSplit], cache: CacheConfig) -> list[Path]:
+    facts, root, dtype = prefix_facts(model), cache_root(cache.directory), _kept_dtype(model, cache)
+    return [entry_of(root, facts, split, dtype) for split in splits]
+
+
+def _kept_dtype(model: MultiTaskModel, cache: CacheConfig) -> str:
+    return "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
 
 
 def _fill(model: MultiTaskModel, split: TokenizedSplit, counter: _Counter, writer: Writer) -> None:
@@ -345,7 +381,8 @@ class _Counter:
             self.add(self._before - self._now)
 
 
-def _cached(model: MultiTaskModel, cache: CacheConfig) -> bool:
+def is_cached(model: MultiTaskModel, cache: CacheConfig) -> bool:
+    """Whether the model's site states are computed once, and kept."""
     return cache.enabled and not model.config.trainable
 
 

@@ -1,4 +1,7 @@
-"""Any number of runs as one set of results, and its files: one HTML page, Markdown, LaTeX and CSV."""
+"""Any number of runs as one set of results, and its files: one HTML page, Markdown, LaTeX and CSV.
+
+:mod:`gar.report.comparison` is the page of ``gar compare``.
+"""
 
 from gar.report import figures
 from gar.report._write import write, write_diagnosis

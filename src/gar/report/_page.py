@@ -37,14 +37,22 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Said:
+    """Paragraphs."""
+
+    lines: Sequence[str]
+    absent: tuple[str, ...] = ("tex",)
+
+
+@dataclass(frozen=True)
 class Block:
-    """Tables and pictures under one heading, in reading order."""
+    """Tables, pictures and paragraphs under one heading, in reading order."""
 
     ident: str
     heading: str
-    items: Sequence[Table | Picture]
+    items: Sequence[Table | Picture | Said]
 
-    def items_in(self, file: str) -> list[Table | Picture]:
+    def items_in(self, file: str) -> list[Table | Picture | Said]:
         """What goes into this kind of file (html, md or tex)."""
         return [item for item in self.items if file not in item.absent]
 
@@ -70,6 +78,7 @@ class Page:
     notes: Sequence[str]
     endpoints: pd.DataFrame
     compared: Mapping[str, pd.DataFrame]
+    title: str = "Results"
 
     @property
     def variants(self) -> list[tuple[str, str]]:

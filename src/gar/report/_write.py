@@ -13,7 +13,7 @@ import pandas as pd
 from gar.errors import UserError
 from gar.report import figures
 from gar.report._html import html
-from gar.report._page import Page, Picture, build_page
+from gar.report._page import Page, Picture, Said, build_page
 from gar.report._style import svg
 from gar.report._table import Table
 from gar.report._text import escape_markdown, latex, markdown
@@ -35,13 +35,18 @@ def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> 
     page = build_page(results, common_seeds)
     contents = {
         "report.html": html(page),
-        "report.md": _markdown(page),
+        "report.md": markdown_page(page),
         "tables.tex": _latex(page),
         "runs.csv": results.frame.to_csv(index=False),
         "endpoints.csv": page.endpoints.to_csv(index=False),
         "paired.csv": _paired_csv(page.compared),
         **{f"figures/{picture.name}.svg": picture.svg + "\n" for picture in page.pictures},
     }
+    return write_files(out, contents)
+
+
+def write_files(out: Path, contents: Mapping[str, str]) -> dict[str, Path]:
+    """Texts by their name below ``out``; returns the files by name."""
     with _writing(out):
         for name, text in contents.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +74,9 @@ def _writing(out: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or out}: cannot be written ({error.strerror or error})") from None
 
 
-def _markdown(page: Page) -> str:
-    parts = ["# Results", "", f"{page.summary}.", ""]
+def markdown_page(page: Page) -> str:
+    """The page as Markdown; its figures are files."""
+    parts = [f"# {page.title}", "", f"{escape_markdown(page.summary)}.", ""]
     parts += [f"- {escape_markdown(note)}" for note in page.notes] + [""] * bool(page.notes)
     if page.problems.rows:
         parts += ["## Runs without a result", "", markdown(page.problems)]
@@ -80,8 +86,14 @@ def _markdown(page: Page) -> str:
         parts += [f"## {escape_markdown(section.title)}", ""]
         for block in section.blocks:
             parts += [f"### {block.heading}", ""]
-            parts += [markdown(i) if isinstance(i, Table) else _picture(i) for i in block.items_in("md")]
+            parts += map(_markdown, block.items_in("md"))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _markdown(item: Table | Picture | Said) -> str:
+    if isinstance(item, Said):
+        return "\n\n".join(map(escape_markdown, item.lines)) + "\n"
+    return markdown(item) if isinstance(item, Table) else _picture(item)
 
 
 def _picture(picture: Picture) -> str:

@@ -30,12 +30,20 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
+class Selection(_Part):
+    """Shares of right answers on the held out part of the training splits, to choose between models by."""
+
+    macro: FiniteFloat
+    tasks: dict[str, FiniteFloat] = Field(min_length=1)
+
+
 class Accuracy(_Part):
-    """Shares of right answers on the validation splits."""
+    """Shares of right answers on the validation splits; ``selection`` where the run held a part out."""
 
     macro: FiniteFloat
     tasks: dict[str, FiniteFloat] = Field(min_length=1)
     extra: dict[str, FiniteFloat] = {}
+    selection: Selection | None = None
 
 
 class Timing(_Part):

@@ -26,6 +26,9 @@ RUNS_PER_GPU = 3
 #: Free memory of a GPU that each of them needs: its CUDA context, its features, its graphs.
 MEMORY_OF_A_RUN = 12 << 30
 
+#: Memory of the host that a run on a CPU may need.
+HOST_MEMORY_OF_A_RUN = 3 << 30
+
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -210,6 +213,21 @@ def fitting_jobs(
     most = 1 if GpuUse.WHOLE in uses else RUNS_PER_GPU
     cores = available_cores() if cores is None else cores
     return len(free) * max(1, min(most, cores // len(free), min(free) // MEMORY_OF_A_RUN))
+
+
+def filling_jobs(uses: Collection[GpuUse], runs: int) -> int:
+    """As :func:`fitting_jobs`, and on a CPU as many as there are cores, memory for and runs to do.
+
+    Small products gain little from a second thread: on two cores two frozen runs with one thread each made
+    1.3 times as many updates as one with two.
+    """
+    if visible_gpus() and {GpuUse.PART, GpuUse.WHOLE} & set(uses):
+        return min(runs, fitting_jobs(uses))
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        memory = HOST_MEMORY_OF_A_RUN
+    return max(1, min(runs, available_cores(), memory // HOST_MEMORY_OF_A_RUN))
 
 
 def gpu_memory() -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from gar.config import Config
 from gar.data.task import Mixture
-from gar.evaluation import EvaluationFailure, diagnose, evaluate
+from gar.evaluation import EvaluationFailure, diagnose, evaluate, measure_accuracy
 from gar.features.sources import Progress, Source, make_sources
 from gar.model import MultiTaskModel
 from gar.runs.history import History
@@ -21,8 +21,9 @@ from gar.training.captured_backbone import updates_of
 from gar.training.memory import PassLimit
 from gar.training.updater import TrainingFailure, Updater
 
-#: Makes the sources of a mixture's training and validation splits, telling how far it is.
-Sources = Callable[[Progress | None], tuple[Source, Source]]
+#: Makes the sources of a mixture's training and validation splits, and of its selection part if it has one,
+#: telling how far it is.
+Sources = Callable[[Progress | None], Sequence[Source]]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,16 +50,18 @@ def fit(
     hooks: Hooks | None = None,
     record: Callable[[int | None], None] | None = None,
     sources: Sources | None = None,
+    selection: Mixture | None = None,
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
 
     Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end. ``record`` is told what
     ``max_tokens_per_pass: auto`` comes to. ``sources`` makes those of the mixture's training and validation
-    splits where something better is at hand than to begin from the texts.
+    splits where something better is at hand than to begin from the texts. The validation splits of
+    ``selection`` are measured at the end too, as ``accuracy.selection``.
     """
     hooks, history = hooks or Hooks(), history or History(None)
-    make: Sources = sources or partial(make_sources, model, mixture, config.cache)
-    source, validation = make(hooks.features)
+    make: Sources = sources or partial(make_sources, model, mixture, config.cache, selection=selection)
+    source, validation, *held = make(hooks.features)
     limit = PassLimit(config.max_tokens_per_pass, hooks.message, record)
     updater = Updater(model, source, config, [task.name for task in mixture.tasks], limit)
     total = updater.total
@@ -79,10 +82,12 @@ def fit(
             facts, keep = {"seconds": seconds}, config.checkpoint.keep
             checkpoint.save(checkpoints, done, model, updater.optimizer, facts, keep, updater.state)
 
-    def measure(done: int, how: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    def measure(
+        done: int, how: Callable[..., dict[str, Any]], of: Mixture = mixture, where: Source = validation
+    ) -> dict[str, Any]:
         updater.check(done)
         try:
-            return how(model, mixture, source=validation, options=config.evaluation)
+            return how(model, of, source=where, options=config.evaluation)
         except EvaluationFailure as error:
             raise TrainingFailure(str(error), done) from error
 
@@ -108,10 +113,14 @@ def fit(
                 raise Interrupted(f"stopped after update {last} of {total}")
         history.flush()
         diagnosis = measure(total, diagnose)
+        accuracy = dict(diagnosis["accuracy"])
+        if selection is not None:
+            found = measure(total, measure_accuracy, selection, held[0])
+            accuracy["selection"] = {key: found[key] for key in ("macro", "tasks")}
         if stopping():
             raise Interrupted(f"stopped after update {total} of {total}")
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
-    sections = {key: diagnosis[key] for key in ("accuracy", "routing")}
+    sections = {"accuracy": accuracy, "routing": diagnosis["routing"]}
     return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}
 
 

@@ -125,6 +125,7 @@ def _fit(begun: Start, config: Config, directory: RunDirectory | None, hooks: Ho
                 hooks=hooks,
                 record=None if directory is None else directory.record_split,
                 sources=begun.sources,
+                selection=begun.selection,
             )
             result = _result(config, mixture, sections)
             if directory is not None:

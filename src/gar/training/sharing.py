@@ -9,7 +9,7 @@ loaded one, and a frozen one is looked at again before it is given away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gar.config import Config, TaskConfig
-from gar.data import Mixture, RegisteredTask, Task, contents, load_mixture, load_task, probe_mixture
+from gar.data import (
+    Mixture,
+    RegisteredTask,
+    Task,
+    contents,
+    load_mixture,
+    load_task,
+    probe_mixture,
+    selection_mixture,
+)
 from gar.data.load import resolve
 from gar.data.tokenize import TokenizedSplit, tokenize_split
 from gar.features.sources import CachedSource, Progress, Source, make_sources, sources_of
@@ -36,24 +45,29 @@ STRING = 60
 
 @dataclass(frozen=True)
 class Start:
-    """A fresh model and its data. ``digests`` are the tasks' fingerprints, ``sources`` makes both sources.
+    """A fresh model and its data. ``digests`` are the tasks' fingerprints, ``sources`` makes all sources.
 
-    The model has to be on its device before ``sources(progress)`` is called.
+    ``mixture`` is without the selection part of its training splits; ``selection`` has that part as its
+    validation splits, where the configuration asks for one. The model has to be on its device before
+    ``sources(progress)`` is called.
     """
 
     model: MultiTaskModel
     mixture: Mixture
     digests: Callable[[], dict[str, str]]
-    sources: Callable[[Progress | None], tuple[Source, Source]]
+    sources: Callable[[Progress | None], Sequence[Source]]
+    selection: Mixture | None = None
 
     @classmethod
     def of(cls, model: MultiTaskModel, mixture: Mixture, config: Config) -> Start:
         """From a model and a mixture in memory."""
+        rest, selection = selection_mixture(mixture, config.evaluation.selection)
         return cls(
             model,
-            mixture,
+            rest,
             lambda: {task.name: task.fingerprint() for task in mixture.tasks},
-            partial(make_sources, model, mixture, config.cache),
+            partial(make_sources, model, rest, config.cache, selection=selection),
+            selection,
         )
 
 
@@ -62,8 +76,10 @@ def start(config: Config, shared: Shared | None = None, probe: bool = False) -> 
     if shared is not None:
         return shared.start(config, probe)
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
-    if probe:
-        mixture = _probed(mixture)
+    if probe:  # of what a run trains on; its selection part has no part in a search
+        mixture = _probed(selection_mixture(mixture, config.evaluation.selection)[0])
+        evaluation = config.evaluation.model_copy(update={"selection": 0.0})
+        config = config.model_copy(update={"evaluation": evaluation})
     mixture.check()
     return Start.of(_model(config, mixture), mixture, config)
 
@@ -85,20 +101,25 @@ class Shared:
         tasks = tuple(task.task for task in loaded)
         notes = tuple(note for task in tasks for note in task.notes)
         mixture = Mixture(name, tasks, config.mixture.batch_size, config.mixture.group_size, notes)
+        fraction = config.evaluation.selection
+        held: list[_Loaded] = []
+        mixture, selection = selection_mixture(mixture, fraction)
+        if selection is not None:  # the whole tasks' fingerprints: the configuration has the fraction
+            held = _parts_of(loaded, selection, "selection", fraction)
+            loaded = _parts_of(loaded, mixture, "rest", fraction)
         if probe:
-            mixture = _probed(mixture)
+            mixture, selection, held = _probed(mixture), None, []
             loaded = [self._probed(whole, task) for whole, task in zip(loaded, mixture.tasks, strict=True)]
         key, pretrained = self._pretrained(config)
         model = _model(config, mixture, pretrained)
 
-        def sources(progress: Progress | None) -> tuple[Source, Source]:
-            parts = [
-                [self._tokens(task, part, model, key) for task in loaded] for part in ("train", "validation")
-            ]
-            train, validation = sources_of(model, parts, config.cache, progress, self._resident)
-            return train, validation
+        def sources(progress: Progress | None) -> Sequence[Source]:
+            splits = [(loaded, "train"), (loaded, "validation"), *([(held, "validation")] if held else [])]
+            parts = [[self._tokens(task, part, model, key) for task in tasks] for tasks, part in splits]
+            return sources_of(model, parts, config.cache, progress, self._resident)
 
-        return Start(model, mixture, lambda: {task.task.name: task.fingerprint for task in loaded}, sources)
+        fingerprints = {task.task.name: task.fingerprint for task in loaded}
+        return Start(model, mixture, lambda: fingerprints, sources, selection)
 
     # ------------------------------------------------------------------ data
 
@@ -216,6 +237,14 @@ class _Loaded(NamedTuple):
     key: Hashable
     task: Task
     fingerprint: str
+
+
+def _parts_of(loaded: Sequence[_Loaded], mixture: Mixture, part: str, fraction: float) -> list[_Loaded]:
+    """The tasks of a mixture made of the loaded ones."""
+    return [
+        _Loaded(whole.key and (part, fraction, whole.key), task, whole.fingerprint)
+        for whole, task in zip(loaded, mixture.tasks, strict=True)
+    ]
 
 
 def _model(config: Config, mixture: Mixture, pretrained: Pretrained | None = None) -> MultiTaskModel:

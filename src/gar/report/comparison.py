@@ -1,0 +1,213 @@
+"""Several methods beside Baseline on one mixture: the lines of one table, and the page around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import pandas as pd
+
+from gar.metrics import METRICS, Metric
+from gar.report import _style as style
+from gar.report import _tables as tables
+from gar.report import figures
+from gar.report._html import html
+from gar.report._page import PICTURES, Block, Page, Picture, Said, Section
+from gar.report._table import Cell, Row, Table, interval, shown
+from gar.report._write import markdown_page, write_files
+from gar.report.results import Results
+
+#: The routing metrics of a comparison.
+ROUTING = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "intra_expert_coherence")
+NAME = "compare"
+
+
+class Paired(NamedTuple):
+    """Mean difference over the seeds that both have; ``low`` and ``high`` are NaN where one seed is all."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: tuple[int, ...]
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the seeds tell a spread: several, whose differences are not all the same."""
+        return math.isfinite(self.low) and self.high - self.low > 1e-9
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric, or a task's accuracy, of every method: means over seeds, and differences from Baseline."""
+
+    name: str
+    label: str
+    metric: Metric
+    majority: float | None
+    """What always answering the most frequent label reaches; None where that means nothing."""
+    means: Mapping[str, float]
+    differences: Mapping[str, Paired]
+
+
+def compared_lines(
+    results: Results, methods: Sequence[str], majority: Mapping[str, float], reference: str = "baseline"
+) -> list[Line]:
+    """Every task's accuracy, their mean, and the routing metrics; ``majority`` is by task, in order.
+
+    ``results`` are of one setting and one mixture, one variant a method. Methods without a finished run are
+    left out; a difference is over the seeds that both sides have.
+    """
+    if not results.settings:
+        return []
+    (setting,) = results.settings
+    (scope,) = results.scopes(setting)
+    variants = {results.method(variant): variant for variant in results.variants(setting)}
+    share = METRICS["accuracy"]
+    wanted: list[tuple[str, str, Metric, float | None]] = [
+        (f"accuracy.{task}", task, share, value) for task, value in majority.items()
+    ]
+    wanted.append(("accuracy", "macro accuracy", share, fmean(majority.values())))
+    wanted += [(name, METRICS[name].label, METRICS[name], None) for name in ROUTING]
+    lines = []
+    for name, label, metric, chance in wanted:
+        values = {m: results.values(name, setting, scope, variants[m]) for m in methods if m in variants}
+        means = {method: float(found.mean()) for method, found in values.items() if len(found)}
+        differences = {}
+        for method in means:
+            if method != reference and reference in means:
+                (row,) = results.paired(
+                    name, variants[method], variants[reference], common_seeds=True
+                ).to_dict("records")
+                if row["seeds"]:
+                    seeds = tuple(map(int, row["differences"]))
+                    differences[method] = Paired(row["mean"], row["low"], row["high"], seeds)
+        lines.append(Line(name, label, metric, chance, means, differences))
+    return lines
+
+
+def difference_text(metric: Metric, found: Paired) -> str:
+    """``+0.93 [+0.32, +1.63]`` in the metric's digits; without an interval the mean alone."""
+    text = metric.text(found.mean, sign=True)
+    return text if math.isnan(found.low) else f"{text} {interval(metric, found.low, found.high, True).text}"
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the page says in words; ``seed`` is the one whose experts are drawn, where there is one."""
+
+    summary: str
+    verdicts: Sequence[str]
+    recommendation: Sequence[str]
+    notes: Sequence[str]
+    seed: int | None
+
+
+def write_comparison(
+    out: str | Path, results: Results, lines: Sequence[Line], labels: Mapping[str, str], words: Words
+) -> dict[str, Path]:
+    """compare.html, compare.md, compare.csv and the figures, in a directory; returns the files by name.
+
+    ``labels`` are the methods' names for readers, in order, Baseline first.
+    """
+    page = _page(results, lines, labels, words)
+    contents = {
+        f"{NAME}.html": html(page),
+        f"{NAME}.md": markdown_page(page),
+        f"{NAME}.csv": _csv(lines),
+        **{f"figures/{picture.name}.svg": picture.svg + "\n" for picture in page.pictures},
+    }
+    return write_files(Path(out), contents)
+
+
+def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], words: Words) -> Page:
+    sections = []
+    for setting in results.settings:
+        shown = _table(lines, labels, words.notes)
+        blocks = [
+            Block("experts", "Task by expert", [_experts(results, setting, words.seed)]),
+            Block("table", "Accuracy and routing", [shown] if shown.rows else []),
+            Block("verdict", "Verdict", [Said(words.verdicts)]),
+            Block("recommended", "Recommended model", [Said(words.recommendation)]),
+            Block("gains", "Paired differences", [_gains(results, setting)]),
+            Block("times", "Time per update", [tables.times(results, setting)]),
+            Block(
+                "configuration",
+                "Configuration and versions",
+                [tables.configurations(results, setting), *tables.records(results, setting)],
+            ),
+        ]
+        variants = {style.slug(variant): variant for variant in results.variants(setting)}
+        sections.append(Section("comparison", setting, blocks, variants))
+    collapses = [
+        f"{results.label(run).variant}, seed {run.result['seed']}: {said}." for run, said in results.collapses
+    ]
+    empty = pd.DataFrame()
+    problems = tables.problems(results)
+    return Page(words.summary, sections, problems, collapses, results.notes, empty, {}, title="Comparison")
+
+
+def _experts(results: Results, setting: str, seed: int | None) -> Picture:
+    caption = (
+        f"Share of each task's load by expert, seed {seed}, the methods side by side. Which expert has which "
+        "number is chance and differs between seeds, so a mean over seeds would mean nothing: one seed is "
+        "shown. In every panel the experts are ordered by the task that uses them most, and keep their "
+        "numbers. The line in the colour bar is the uniform share."
+    )
+    try:
+        return Picture("experts", caption, figures.task_expert_heatmap(results, setting, None, seed))
+    except figures.NothingToDraw as reason:
+        return Picture("experts", caption, None, str(reason))
+
+
+def _gains(results: Results, setting: str) -> Picture:
+    draw, caption = PICTURES["gains"]
+    try:
+        return Picture("gains", caption, draw(results, setting, common_seeds=True))
+    except figures.NothingToDraw as reason:
+        return Picture("gains", caption, None, str(reason))
+
+
+def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str]) -> Table:
+    rows = []
+    for line in lines:
+        unit = f", {line.metric.unit}" if line.metric.unit else ""
+        contents: dict[str, Cell | str] = {
+            "": f"{line.label}{unit} {line.metric.arrow}".rstrip(),
+            "majority class": shown(line.metric, math.nan if line.majority is None else line.majority),
+        }
+        for method, label in labels.items():
+            contents[label] = shown(line.metric, line.means.get(method, math.nan))
+            if method in line.differences:
+                found = line.differences[method]
+                contents[f"{label} − Baseline"] = Cell(difference_text(line.metric, found), found.mean)
+            elif any(method in other.differences for other in lines):
+                contents[f"{label} − Baseline"] = Cell("–")
+        rows.append(Row(contents, strong=line.name == "accuracy", group=str(line.majority is None)))
+    caption = "Means over seeds, and paired differences from Baseline with their 95 % intervals"
+    return Table(NAME, caption, rows, notes)
+
+
+def _csv(lines: Sequence[Line]) -> str:
+    """Unrounded; accuracies are fractions."""
+    rows = []
+    for line in lines:
+        for method, mean in line.means.items():
+            found = line.differences.get(method)
+            rows.append(
+                {
+                    "metric": line.name,
+                    "method": method,
+                    "mean": mean,
+                    "difference": found.mean if found else math.nan,
+                    "low": found.low if found else math.nan,
+                    "high": found.high if found else math.nan,
+                    "seeds": " ".join(map(str, found.seeds)) if found else "",
+                    "majority": line.majority,
+                }
+            )
+    columns = ["metric", "method", "mean", "difference", "low", "high", "seeds", "majority"]
+    return str(pd.DataFrame(rows, columns=columns).to_csv(index=False))
