@@ -30,6 +30,11 @@ VERBS = {
         "quickstart",
         "Train Baseline and GAR on five real tasks, without a model hub.",
     ),
+    "compare": (
+        "gar.cli.compare",
+        "compare",
+        "Compare methods on your tasks with paired seeds, and choose a model.",
+    ),
     "train": ("gar.cli.train", "train", "Train one multi-task model."),
     "evaluate": (
         "gar.cli.evaluate",

@@ -90,9 +90,9 @@ def compared_lines(
 
 
 def difference_text(metric: Metric, found: Paired) -> str:
-    """``+0.93 [+0.32, +1.63]`` in the metric's digits; without an interval the mean alone."""
+    """``+0.93 [0.32, 1.63]`` in the metric's digits; without an interval the mean alone."""
     text = metric.text(found.mean, sign=True)
-    return text if math.isnan(found.low) else f"{text} {interval(metric, found.low, found.high, True).text}"
+    return text if math.isnan(found.low) else f"{text} {interval(metric, found.low, found.high).text}"
 
 
 @dataclass(frozen=True)

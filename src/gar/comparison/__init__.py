@@ -1,0 +1,21 @@
+"""From several labelled files to an answer: methods with the same seeds, what they show, and a model to use.
+
+:func:`compare` is ``gar compare``; :func:`judge` and :func:`recommend` are its rules on plain numbers.
+"""
+
+from gar.comparison.arms import METHODS
+from gar.comparison.compare import Comparison, Recommended, Stopped, compare
+from gar.comparison.verdict import Kind, Recommendation, Verdict, judge, recommend
+
+__all__ = [
+    "METHODS",
+    "Comparison",
+    "Kind",
+    "Recommendation",
+    "Recommended",
+    "Stopped",
+    "Verdict",
+    "compare",
+    "judge",
+    "recommend",
+]

@@ -1,0 +1,511 @@
+"""One command from several labelled files to an answer: does a method help here, and how sure is that?"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from gar.comparison.arms import REFERENCE, Arms, check_record, make_arms, write_record
+from gar.comparison.estimate import WORKER_START, Estimate, Prepared, Progress
+from gar.comparison.verdict import Recommendation, Verdict, judge, listing, number, recommend
+from gar.config import Config, build, load_tree
+from gar.data import Mixture, Task, load_mixture, majority_shares, selection_mixture
+from gar.errors import UserError, path_kind
+from gar.presets.catalogue import resolve_config
+from gar.report.comparison import Line, Paired, Words, compared_lines, write_comparison
+from gar.report.results import Results
+from gar.runs import State, read_run, state_of
+from gar.runs.files import write_json
+from gar.runs.names import MODEL, RESULT
+from gar.runs.stopping import StopSignals
+from gar.sweeps.executors import Executor
+from gar.sweeps.local import GpuUse, LocalExecutor, filling_jobs
+from gar.sweeps.progress import View, duration
+from gar.sweeps.search import Budget, search, space, sweeping
+from gar.sweeps.store import SWEEP, hold
+from gar.sweeps.sweep import Outcome, Plan, carry_out, is_due, make_plan
+from gar.version import __version__
+
+SCHEMA = 1
+RECOMMENDED = "recommended"
+SEARCH = "search"
+
+
+class Stopped(KeyboardInterrupt):
+    """The comparison was interrupted; what is finished is used when it starts again."""
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """The model to use: its run, ``path`` for ``gar predict``, and a command that works as it stands."""
+
+    choice: Recommendation
+    run: Path
+    path: Path
+    command: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a comparison.
+
+    ``lines`` are the rows of its table, ``verdicts`` one a method beside Baseline; ``selection`` has the
+    accuracies on the selection part by method and seed, ``failures`` the reasons of runs without a result, by
+    id. ``files`` are written below ``out``.
+    """
+
+    out: Path
+    arms: Arms
+    results: Results
+    lines: Sequence[Line]
+    verdicts: Sequence[Verdict]
+    selection: Mapping[str, Mapping[int, float]]
+    recommended: Recommended | None
+    failures: Mapping[str, str]
+    files: Mapping[str, Path]
+    notes: Sequence[str]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a run has no result."""
+        return int(bool(self.failures))
+
+
+def compare(
+    what: Config | str | Path,
+    methods: Sequence[str] | None = None,
+    seeds: int | Sequence[int] = 5,
+    out: str | Path = "runs/compare",
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    search: Budget | None = None,
+    jobs: int | None = None,
+    retry_failed: bool = False,
+    console: Console | None = None,
+) -> Comparison:
+    """Train methods with the same seeds, and say what the differences show and which model to use.
+
+    ``what`` is a configuration, or a file, mixture or preset as for ``gar train``. ``search`` looks for every
+    method's hyper-parameters first, on that budget. Every run holds ``evaluation.selection`` of its training
+    splits out (a tenth where the configuration does not say), by which the recommended model is chosen; the
+    validation splits, which the table reports, have no part in the choice. Finished runs in ``out`` are not
+    run again. What goes on is told on ``console`` (standard error). Raises :class:`~gar.errors.UserError`
+    for wrong input, and :class:`Stopped` after an interruption.
+    """
+    console, out = console or Console(stderr=True), Path(out)
+    arms = _arms(what, overrides or {}, methods, seeds)
+    if search is not None:
+        for method in arms.methods:
+            space(method)
+    facts = None if search is None else asdict(search)
+    told = _Told(console)
+    if changed := check_record(out, arms, facts):
+        told(f"goes on with the comparison in {out}: {changed}")
+    jobs = jobs or filling_jobs({GpuUse.of(tree) for tree in arms.trees.values()}, len(arms))
+    if jobs < 1:
+        raise UserError(f"--jobs is {jobs}; expected 1 or more")
+    _announce(told, arms, jobs)
+    mixture, selection = _data(arms)
+    plan = make_plan(arms, out, retry_failed)
+    prepared = Prepared(arms) if plan.remaining or search is not None else None
+    estimate = _estimate(told, plan, prepared, jobs, search, out)
+    if prepared is not None and prepared.absent:
+        with _features(console) as progress:
+            prepared.compute_features(progress)
+        estimate = replace(estimate, features=0.0)
+    del prepared
+    with hold(out), LocalExecutor(jobs, out / SWEEP) as executor, StopSignals() as stopping:
+        write_record(out, arms, facts)
+        if search is not None:
+            arms = _searched(arms, executor, stopping, out / SEARCH, search, console)
+            plan = make_plan(arms, out, retry_failed)
+        _train(plan, arms, executor, stopping, estimate, jobs, console)
+    comparison = _conclude(out, arms, mixture, selection)
+    write_json(out / "compare.json", _tree(comparison))
+    return comparison
+
+
+class _Told:
+    """Lines about what goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def __call__(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _arms(
+    what: Config | str | Path,
+    overrides: Mapping[str, Any],
+    methods: Sequence[str] | None,
+    seeds: int | Sequence[int],
+) -> Arms:
+    if "seed" in overrides:
+        raise UserError("seed=…: a comparison has its own seeds; expected --seeds")
+    if isinstance(what, Config):
+        config, setting = what.override(overrides), "comparison"
+    else:
+        word = str(what)
+        if path_kind(word) == "file" and "settings" in load_tree(word):
+            raise UserError(f"{word}: is a suite, for gar sweep; expected one configuration")
+        config = resolve_config(word, overrides)
+        file = Path(word).suffix.lower() in {".yaml", ".yml"} or path_kind(word) == "file"
+        setting = Path(word).stem if file else config.backbone.name.rstrip("/").split("/")[-1]
+    return make_arms(config, setting, methods, seeds)
+
+
+def _announce(told: _Told, arms: Arms, jobs: int) -> None:
+    seeds = f"{number(len(arms.seeds))} seed{'s' if len(arms.seeds) > 1 else ''}"
+    names = listing(list(arms.labels.values()))
+    told(f"{names} on {arms.mixture}, {seeds}: {len(arms)} runs, {jobs} at a time")
+    if len(arms.seeds) == 1:
+        told("One seed cannot compare methods: differences of single runs come and go. --seeds 5 can.")
+
+
+def _data(arms: Arms) -> tuple[Mixture, Mixture | None]:
+    config = build(arms.trees[REFERENCE])
+    mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    mixture.check()
+    return selection_mixture(mixture, config.evaluation.selection)
+
+
+# ---------------------------------------------------------------------- before it starts
+
+
+def _estimate(
+    told: _Told, plan: Plan, prepared: Prepared | None, jobs: int, budget: Budget | None, out: Path
+) -> Estimate:
+    """Tell how long it may take: as finished runs did, else as a few updates take now."""
+    todo = [run.combination.method for run in plan.suite.runs() if _due(plan, run.id)]
+    if prepared is None:
+        told("Nothing is left to train.")
+        return Estimate()
+    known = {key[2]: total / count for key, (total, count) in plan.times.totals.items() if len(key) == 3}
+    if budget is None and set(todo) <= set(known) and not prepared.absent:
+        estimate, how = Estimate(0.0, WORKER_START, known), "as long as finished runs took"
+    else:
+        estimate, how = prepared.estimate(jobs), "timed here on a few updates"
+    total = estimate.total(todo, jobs)
+    if total is None:
+        told("estimate: unknown; an update failed while it was timed")
+        return estimate
+    parts = [f"{duration(estimate.features)} for features"] if estimate.features >= 1 else []
+    if budget is not None:
+        seconds, candidates = _search_seconds(plan, estimate, budget, jobs, out / SEARCH)
+        parts.append(f"{duration(seconds)} for {candidates} short runs of the search")
+        total += seconds
+    lengths = sorted(round(estimate.runs[method]) for method in set(todo))
+    if lengths:
+        span = f"{lengths[0]} s" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]} s"
+        parts.append(f"{len(todo)} runs of {span}")
+    told(f"estimate: about {duration(total)} ({'; '.join(parts)}; {how})")
+    return estimate
+
+
+def _due(plan: Plan, run_id: str) -> bool:
+    return is_due(state_of(plan.out / run_id), plan.retry_failed)
+
+
+def _search_seconds(
+    plan: Plan, estimate: Estimate, budget: Budget, jobs: int, out: Path
+) -> tuple[float, int]:
+    """Of a search, and its runs at most: stages may share candidates."""
+    seconds, count = 0.0, 0
+    combinations = {run.combination.method: run.combination for run in plan.suite.runs()}
+    for combination in combinations.values():
+        method = combination.method
+        free = len(space(method).coordinates)
+        runs = budget.seeds * (8 * free + 3**free)
+        folder = out / combination.id / ".candidates"
+        runs = max(0, runs - sum(1 for _ in folder.glob(f"*/seed-*/{RESULT}")))
+        updates = build(budget.apply(combination.tree)).optimizer.updates
+        count += runs
+        seconds += runs * (estimate.around + updates * estimate.update[method])
+    return seconds / jobs, count
+
+
+@contextmanager
+def _features(console: Console) -> Iterator[Progress]:
+    """A bar on a terminal while features are computed."""
+    columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        bar = bars.add_task("features", total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+# ---------------------------------------------------------------------- the runs
+
+
+def _searched(
+    arms: Arms, executor: Executor, stopping: StopSignals, out: Path, budget: Budget, console: Console
+) -> Arms:
+    """The arms with every method's chosen values; their seeds and their budget stay."""
+    trees: dict[str, dict[str, Any]] = {}
+    with hold(out), View(0, console=console) as view:
+        measure = sweeping(out, executor, stopping, view)
+        found = search(
+            lambda method: dict(arms.trees[method]), arms.methods, measure, out, arms.setting, arms.mixture,
+            budget=budget,
+        )  # fmt: skip
+        for one in found:
+            values = ", ".join(f"{name} {value:.3g}" for name, value in one.values.items())
+            view.say(f"chosen for {one.method}: {values}; accuracy {one.score:.4f} on the search's probe")
+            trees[one.method] = one.tree
+    return replace(arms, trees=trees)
+
+
+def _train(
+    plan: Plan,
+    arms: Arms,
+    executor: Executor,
+    stopping: StopSignals,
+    estimate: Estimate,
+    jobs: int,
+    console: Console,
+) -> None:
+    states = plan.states
+    outcome = Outcome(states[State.FINISHED], 0 if plan.retry_failed else states[State.FAILED])
+    todo = {run.id: run.combination.method for run in arms.runs() if _due(plan, run.id)}
+    guess = estimate.total(list(todo.values()), jobs)
+    expected = {} if guess is None else {name: estimate.runs[method] for name, method in todo.items()}
+    done = outcome.finished + outcome.failed
+    with View(plan.total, done, console, expected=expected, guess=guess) as view:
+        carry_out(plan, executor, outcome, keep_models=True, view=view, stopping=stopping)
+    if outcome.interrupted:
+        raise Stopped(f"stopped; start again with the same arguments to go on in {plan.out}")
+
+
+# ---------------------------------------------------------------------- what came of it
+
+
+def _conclude(out: Path, arms: Arms, mixture: Mixture, selection: Mixture | None) -> Comparison:
+    runs = {run.id: read_run(out / run.id) for run in arms.runs()}
+    failures = {
+        name: str(run.reason or run.state) for name, run in runs.items() if run.state != State.FINISHED
+    }
+    results = Results(runs.values())
+    labels = arms.labels
+    lines = compared_lines(results, arms.methods, majority_shares(mixture), REFERENCE)
+    macro = next((line for line in lines if line.name == "accuracy"), None)
+    verdicts = [
+        judge(method, labels[method], macro.differences.get(method) if macro else None, labels[REFERENCE])
+        for method in arms.methods
+        if method != REFERENCE
+    ]
+    chosen_by: dict[str, dict[int, float]] = {}
+    for run in arms.runs():
+        found = runs[run.id].result.get("accuracy", {}).get("selection")
+        if found:
+            chosen_by.setdefault(run.combination.method, {})[run.seed] = float(found["macro"])
+    recommended = _recommended(out, arms, recommend(chosen_by, arms.seeds, labels), mixture.tasks[0])
+    notes = _notes(arms, lines, selection, failures)
+    comparison = Comparison(out, arms, results, lines, verdicts, chosen_by, recommended, failures, {}, notes)
+    files = write_comparison(out, results, lines, labels, _words(comparison, mixture))
+    return replace(comparison, files={**files, "compare.json": out / "compare.json"})
+
+
+def _recommended(out: Path, arms: Arms, choice: Recommendation | None, task: Task) -> Recommended | None:
+    if choice is None:
+        return None
+    run = out / next(
+        r.id for r in arms.runs() if (r.combination.method, r.seed) == (choice.method, choice.seed)
+    )
+    if not (run / MODEL).is_dir():
+        raise UserError(f"{run}: its model is gone; remove the run's directory to train it again")
+    path = point(out / RECOMMENDED, run)
+    texts = '"a text"' if len(task.text) == 1 else '"a first text" "a second text"'
+    command = f"gar predict {shlex.quote(str(path))} {texts} --task {shlex.quote(task.name)}"
+    return Recommended(choice, run, path, command)
+
+
+def point(link: Path, run: Path) -> Path:
+    """Make ``link`` lead to a run: a relative symbolic link, or a copy of its model where there are none."""
+    if link.is_dir() and not link.is_symlink() and {path.name for path in link.iterdir()} - {MODEL}:
+        raise UserError(f"{link}: holds other files; expected none, or those of an earlier comparison")
+    working = link.with_name(f".{link.name}.partial")
+    shutil.rmtree(working, ignore_errors=True)
+    working.unlink(missing_ok=True)
+    try:
+        os.symlink(os.path.relpath(run, link.parent), working, target_is_directory=True)
+    except (OSError, NotImplementedError):
+        shutil.copytree(run / MODEL, working / MODEL)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    elif working.is_dir() and not working.is_symlink():
+        link.unlink(missing_ok=True)
+    os.replace(working, link)
+    return link
+
+
+def _words(comparison: Comparison, mixture: Mixture) -> Words:
+    arms, labels = comparison.arms, comparison.arms.labels
+    tasks = listing([task.name for task in mixture.tasks])
+    count = f"{number(len(arms.seeds))} seed{'s' if len(arms.seeds) > 1 else ''}"
+    summary = f"{listing(list(labels.values()))} on {tasks}, {count}: {comparison.results.summary}"
+    finished = [
+        seed
+        for seed in arms.seeds
+        if all(
+            f"{arms.setting}/{arms.mixture}/{m}/seed-{seed}" not in comparison.failures for m in arms.methods
+        )
+    ]
+    return Words(
+        summary,
+        [*failure_lines(comparison), *(verdict.text for verdict in comparison.verdicts)],
+        recommendation_lines(comparison),
+        comparison.notes,
+        finished[0] if finished else None,
+    )
+
+
+def failure_lines(comparison: Comparison) -> list[str]:
+    """A sentence for every method of which a run has no result."""
+    arms, found = comparison.arms, []
+    for method, label in arms.labels.items():
+        mine = {
+            run.seed: comparison.failures[run.id]
+            for run in arms.runs()
+            if run.combination.method == method and run.id in comparison.failures
+        }
+        if mine:
+            seed, reason = next(iter(mine.items()))
+            found.append(f"{label}: {len(mine)} of {len(arms.seeds)} runs failed; seed {seed}: {reason}")
+    return found
+
+
+def recommendation_lines(comparison: Comparison) -> list[str]:
+    """Which model, why, and how to use it."""
+    if (found := comparison.recommended) is None:
+        return ["No model is recommended: no run of Baseline has finished."]
+    choice, label = found.choice, comparison.arms.labels[found.choice.method]
+    share = build(comparison.arms.trees[REFERENCE]).evaluation.selection
+    return [
+        f"Recommended: {label}, seed {choice.seed}. Chosen by accuracy on the {100 * share:g} % of the "
+        f"training splits that no run trained on: {choice.reason}; this seed is the best of its method there "
+        f"({100 * choice.accuracy:.2f} %).",
+        f"Model: {found.path}",
+        f"Use it: {found.command}",
+    ]
+
+
+def _notes(
+    arms: Arms, lines: Sequence[Line], selection: Mixture | None, failures: Mapping[str, str]
+) -> list[str]:
+    notes = []
+    others = [label for method, label in arms.labels.items() if method != REFERENCE]
+    if len(arms.seeds) > 1:
+        notes.append(
+            "Intervals: two-sided 95 % Student-t, paired by seed; nominal, not corrected for their number. "
+            "About one in twenty misses the true difference by chance alone."
+        )
+        notes.append(
+            "They hold what the seed changes (start, order of the data, dropout) on these validation examples, "
+            "not that other examples would give other numbers."
+        )
+    else:
+        notes.append("One seed has no interval: its differences may be chance alone.")
+    notes.append(
+        "Intra-expert coherence: cosine between tasks' gradients within an expert; the lower, the more they "
+        "conflict."
+    )
+    low = [
+        line.label
+        for line in lines
+        if line.name.startswith("accuracy.") and line.means and line.majority is not None
+        if max(line.means.values()) <= line.majority
+    ]
+    if low:
+        notes.append(
+            f"No method is above the majority class on {listing(low)}: it learned nothing of use there, which "
+            "more updates or another learning rate may change."
+        )
+    if selection is not None:
+        sizes = ", ".join(f"{task.name} {len(task.validation)}" for task in selection.tasks)
+        notes.append(
+            f"All numbers are of the validation splits; held out of training to choose the model by: {sizes}."
+        )
+    if failures and others:
+        notes.append(
+            "Where a run failed, a difference is over the seeds that both sides have. Runs do not fail at "
+            "random, so such a difference may flatter the method."
+        )
+    return notes
+
+
+def _tree(comparison: Comparison) -> dict[str, Any]:
+    """The content of compare.json; what is not a number is null."""
+    arms, found = comparison.arms, comparison.recommended
+    tree = {
+        "schema": SCHEMA,
+        "gar": __version__,
+        "setting": arms.setting,
+        "mixture": arms.mixture,
+        "seeds": list(arms.seeds),
+        "methods": {
+            method: {"label": arms.labels[method], "configuration": tree}
+            for method, tree in arms.trees.items()
+        },
+        "table": [
+            {
+                "metric": line.name,
+                "label": line.label,
+                "majority": line.majority,
+                "methods": {
+                    method: {
+                        "mean": mean,
+                        "difference": line.differences[method]._asdict()
+                        if method in line.differences
+                        else None,
+                    }
+                    for method, mean in line.means.items()
+                },
+            }
+            for line in comparison.lines
+        ],
+        "verdicts": [
+            {"method": verdict.method, "kind": str(verdict.kind), "text": verdict.text}
+            for verdict in comparison.verdicts
+        ],
+        "selection": {
+            "share": build(arms.trees[REFERENCE]).evaluation.selection,
+            "accuracy": {
+                m: {str(s): a for s, a in by_seed.items()} for m, by_seed in comparison.selection.items()
+            },
+            "differences": {m: d._asdict() for m, d in found.choice.differences.items()} if found else {},
+        },
+        "recommended": found
+        and {
+            "method": found.choice.method,
+            "seed": found.choice.seed,
+            "accuracy": found.choice.accuracy,
+            "reason": found.choice.reason,
+            "run": os.path.relpath(found.run, comparison.out),
+            "command": found.command,
+        },
+        "failures": dict(comparison.failures),
+    }
+    return dict(_plain(tree))
+
+
+def _as_tree(found: Paired | None) -> dict[str, Any] | None:
+    return None if found is None else found._asdict()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
