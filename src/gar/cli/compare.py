@@ -20,6 +20,8 @@ from gar.errors import UserError
 from gar.report.comparison import Line, difference_text
 from gar.sweeps.search import Budget, SearchError
 
+#: Longer labels are shortened where they can be.
+LABEL = 20
 HEADING = "Accuracy in %: mean over seeds, and difference from Baseline [95 % interval]"
 
 
@@ -109,7 +111,8 @@ def _print(console: Console, comparison: Comparison) -> None:
 def tables(comparison: Comparison, width: int) -> list[Table]:
     """The table, in several parts where the terminal is too narrow for all methods."""
     lines, labels = comparison.lines, comparison.arms.labels
-    first = max((len(line.label) for line in lines), default=0) + 1 + len("majority")
+    names = [_short(line) for line in lines]
+    first = max(map(len, names), default=0) + 1 + len("majority")
     cells = {method: [_cell(line, method) for line in lines] for method in labels}
     needed = {
         method: 1 + max(len(part) for cell in [labels[method], *column] for part in cell.split("\n"))
@@ -122,15 +125,15 @@ def tables(comparison: Comparison, width: int) -> list[Table]:
         parts[-1].append(method)
     found = []
     for part in parts if lines else ():
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("")
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+        table.add_column("", no_wrap=True)
         table.add_column("majority", justify="right")
         for method in part:
             table.add_column(escape(labels[method]), justify="right", no_wrap=True)
         for row, line in enumerate(lines):
             chance = "" if line.majority is None else line.metric.text(line.majority)
             table.add_row(
-                escape(line.label),
+                escape(names[row]),
                 chance,
                 *(escape(cells[method][row]) for method in part),
                 style="bold" if line.name == "accuracy" else None,
@@ -138,6 +141,10 @@ def tables(comparison: Comparison, width: int) -> list[Table]:
             )
         found.append(table)
     return found
+
+
+def _short(line: Line) -> str:
+    return line.label if len(line.label) <= LABEL else line.metric.short or line.label
 
 
 def _cell(line: Line, method: str) -> str:

@@ -32,9 +32,9 @@ from gar.runs.stopping import StopSignals
 from gar.sweeps.executors import Executor
 from gar.sweeps.local import GpuUse, LocalExecutor, filling_jobs
 from gar.sweeps.progress import View, duration
-from gar.sweeps.search import Budget, search, space, sweeping
+from gar.sweeps.search import CANDIDATES, Budget, search, space, sweeping
 from gar.sweeps.store import SWEEP, hold
-from gar.sweeps.sweep import Outcome, Plan, carry_out, is_due, make_plan
+from gar.sweeps.sweep import Outcome, Plan, Times, carry_out, is_due, make_plan
 from gar.version import __version__
 
 SCHEMA = 1
@@ -117,20 +117,25 @@ def compare(
         raise UserError(f"--jobs is {jobs}; expected 1 or more")
     _announce(told, arms, jobs)
     mixture, selection = _data(arms)
-    plan = make_plan(arms, out, retry_failed)
-    prepared = Prepared(arms) if plan.remaining or search is not None else None
-    estimate = _estimate(told, plan, prepared, jobs, search, out)
-    if prepared is not None and prepared.absent:
-        with _features(console) as progress:
-            prepared.compute_features(progress)
-        estimate = replace(estimate, features=0.0)
-    del prepared
+    # What a search will choose is not known yet, so finished runs are compared with it later.
+    known = make_plan(arms, out, retry_failed).times if search is None else Times()
+    todo = _todo(arms, out, retry_failed)
+    estimate = Estimate()
+    if todo or (search is not None and not _is_searched(arms, out / SEARCH)):
+        prepared = Prepared(arms)
+        estimate = _estimate(told, arms, list(todo.values()), known, prepared, jobs, search, out / SEARCH)
+        if prepared.absent:
+            with _features(console) as progress:
+                prepared.compute_features(progress)
+            estimate = replace(estimate, features=0.0)
+        del prepared
+    else:
+        told("Nothing is left to train.")
     with hold(out), LocalExecutor(jobs, out / SWEEP) as executor, StopSignals() as stopping:
         write_record(out, arms, facts)
         if search is not None:
             arms = _searched(arms, executor, stopping, out / SEARCH, search, console)
-            plan = make_plan(arms, out, retry_failed)
-        _train(plan, arms, executor, stopping, estimate, jobs, console)
+        _train(make_plan(arms, out, retry_failed), arms, executor, stopping, estimate, jobs, console)
     comparison = _conclude(out, arms, mixture, selection)
     write_json(out / "compare.json", _tree(comparison))
     return comparison
@@ -184,15 +189,29 @@ def _data(arms: Arms) -> tuple[Mixture, Mixture | None]:
 # ---------------------------------------------------------------------- before it starts
 
 
+def _todo(arms: Arms, out: Path, retry_failed: bool) -> dict[str, str]:
+    """The methods of the runs that are due, by the runs' ids."""
+    runs = (run for run in arms.runs() if is_due(state_of(out / run.id), retry_failed))
+    return {run.id: run.combination.method for run in runs}
+
+
+def _is_searched(arms: Arms, out: Path) -> bool:
+    folder = out / arms.setting / arms.mixture
+    return all((folder / method / "chosen.yaml").is_file() for method in arms.methods)
+
+
 def _estimate(
-    told: _Told, plan: Plan, prepared: Prepared | None, jobs: int, budget: Budget | None, out: Path
+    told: _Told,
+    arms: Arms,
+    todo: Sequence[str],
+    times: Times,
+    prepared: Prepared,
+    jobs: int,
+    budget: Budget | None,
+    out: Path,
 ) -> Estimate:
     """Tell how long it may take: as finished runs did, else as a few updates take now."""
-    todo = [run.combination.method for run in plan.suite.runs() if _due(plan, run.id)]
-    if prepared is None:
-        told("Nothing is left to train.")
-        return Estimate()
-    known = {key[2]: total / count for key, (total, count) in plan.times.totals.items() if len(key) == 3}
+    known = {key[2]: total / count for key, (total, count) in times.totals.items() if len(key) == 3}
     if budget is None and set(todo) <= set(known) and not prepared.absent:
         estimate, how = Estimate(0.0, WORKER_START, known), "as long as finished runs took"
     else:
@@ -203,7 +222,7 @@ def _estimate(
         return estimate
     parts = [f"{duration(estimate.features)} for features"] if estimate.features >= 1 else []
     if budget is not None:
-        seconds, candidates = _search_seconds(plan, estimate, budget, jobs, out / SEARCH)
+        seconds, candidates = _search_seconds(arms, estimate, budget, jobs, out)
         parts.append(f"{duration(seconds)} for {candidates} short runs of the search")
         total += seconds
     lengths = sorted(round(estimate.runs[method]) for method in set(todo))
@@ -214,25 +233,19 @@ def _estimate(
     return estimate
 
 
-def _due(plan: Plan, run_id: str) -> bool:
-    return is_due(state_of(plan.out / run_id), plan.retry_failed)
-
-
 def _search_seconds(
-    plan: Plan, estimate: Estimate, budget: Budget, jobs: int, out: Path
+    arms: Arms, estimate: Estimate, budget: Budget, jobs: int, out: Path
 ) -> tuple[float, int]:
     """Of a search, and its runs at most: stages may share candidates."""
     seconds, count = 0.0, 0
-    combinations = {run.combination.method: run.combination for run in plan.suite.runs()}
-    for combination in combinations.values():
-        method = combination.method
-        free = len(space(method).coordinates)
-        runs = budget.seeds * (8 * free + 3**free)
-        folder = out / combination.id / ".candidates"
-        runs = max(0, runs - sum(1 for _ in folder.glob(f"*/seed-*/{RESULT}")))
+    for combination in {run.combination.method: run.combination for run in arms.runs()}.values():
+        free = [coordinate.count for coordinate in space(combination.method).coordinates]
+        runs = budget.seeds * (sum(free) + 3 ** len(free))
+        done = (out / combination.id / CANDIDATES).glob(f"*/seed-*/{RESULT}")
+        runs = max(0, runs - sum(1 for _ in done))
         updates = build(budget.apply(combination.tree)).optimizer.updates
         count += runs
-        seconds += runs * (estimate.around + updates * estimate.update[method])
+        seconds += runs * (estimate.around + updates * estimate.update[combination.method])
     return seconds / jobs, count
 
 
@@ -277,7 +290,7 @@ def _train(
 ) -> None:
     states = plan.states
     outcome = Outcome(states[State.FINISHED], 0 if plan.retry_failed else states[State.FAILED])
-    todo = {run.id: run.combination.method for run in arms.runs() if _due(plan, run.id)}
+    todo = _todo(arms, plan.out, plan.retry_failed)
     guess = estimate.total(list(todo.values()), jobs)
     expected = {} if guess is None else {name: estimate.runs[method] for name, method in todo.items()}
     done = outcome.finished + outcome.failed
@@ -411,8 +424,8 @@ def _notes(
             "About one in twenty misses the true difference by chance alone."
         )
         notes.append(
-            "They hold what the seed changes (start, order of the data, dropout) on these validation examples, "
-            "not that other examples would give other numbers."
+            "They hold what the seed changes (start, order of the data, dropout) on these validation "
+            "examples, not that other examples would give other numbers."
         )
     else:
         notes.append("One seed has no interval: its differences may be chance alone.")
@@ -428,8 +441,8 @@ def _notes(
     ]
     if low:
         notes.append(
-            f"No method is above the majority class on {listing(low)}: it learned nothing of use there, which "
-            "more updates or another learning rate may change."
+            f"No method is above the majority class on {listing(low)}: nothing of use was learned there, "
+            "which more updates or another learning rate may change."
         )
     if selection is not None:
         sizes = ", ".join(f"{task.name} {len(task.validation)}" for task in selection.tasks)

@@ -69,8 +69,8 @@ def judge(method: str, label: str, found: Paired | None, reference: str = "Basel
         )
     else:
         low, high = 100 * found.low, 100 * found.high
-        if low > 0 or high < 0:
-            kind = Kind.BETTER if low > 0 else Kind.WORSE
+        if found.side:
+            kind = Kind.BETTER if found.side > 0 else Kind.WORSE
             size, (a, b) = abs(mean), sorted((abs(low), abs(high)))
             text = (
                 f"{label} is {kind} than {reference} by {points(size)} points (95 % interval {points(a)} to "
@@ -124,7 +124,7 @@ def recommend(
         nan = float("nan")
         paired = Paired(mean, nan if low is None else low, nan if high is None else high, tuple(common))
         differences[method] = paired
-        if len(common) == len(seeds) and paired.has_interval and paired.low > 0:
+        if len(common) == len(seeds) and paired.side > 0:
             winners[method] = fmean(found[seed] for seed in seeds)
     chosen = max(winners, key=lambda method: winners[method], default=reference)
     own = accuracies[chosen]
@@ -162,16 +162,19 @@ def points(value: float) -> str:
     >>> points(0.934), points(0.0012), points(0.0)
     ('0.93', '0.001', '0.00')
     """
-    return f"{value:.2f}" if abs(value) >= 0.005 or not value else f"{value:.1g}"
+    if abs(value) < 1e-7:
+        return "0.00"
+    return f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}"
 
 
 def signed(value: float) -> str:
     """As :func:`points`, with its sign.
 
-    >>> signed(0.934), signed(-0.4)
-    ('+0.93', '−0.40')
+    >>> signed(0.934), signed(-0.4), signed(0.0)
+    ('+0.93', '−0.40', '0.00')
     """
-    return ("−" if value < 0 else "+") + points(abs(value))
+    sign = "" if abs(value) < 1e-7 else "−" if value < 0 else "+"
+    return sign + points(abs(value))
 
 
 def listing(names: Sequence[str]) -> str:

@@ -144,6 +144,7 @@ METRICS: dict[str, Metric] = {
                meaning="of an example's gates; 1: uniform over all experts"),
         Metric("intra_expert_coherence", "intra-expert coherence",
                lambda m: intra_expert_coherence(gram=m.by_expert), paper="intra_coherence",
+               short="coherence in experts",
                bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1),
                meaning="cosine of tasks' gradients within an expert"),
         Metric("inter_expert_similarity", "inter-expert similarity",

@@ -24,6 +24,8 @@ from gar.report.results import Results
 #: The routing metrics of a comparison.
 ROUTING = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "intra_expert_coherence")
 NAME = "compare"
+#: Differences of accuracies that are smaller are rounding.
+ROUNDING = 1e-9
 
 
 class Paired(NamedTuple):
@@ -37,7 +39,14 @@ class Paired(NamedTuple):
     @property
     def has_interval(self) -> bool:
         """Whether the seeds tell a spread: several, whose differences are not all the same."""
-        return math.isfinite(self.low) and self.high - self.low > 1e-9
+        return math.isfinite(self.low) and self.high - self.low > ROUNDING
+
+    @property
+    def side(self) -> int:
+        """1 where the whole interval lies above 0, -1 where it lies below, else 0."""
+        if not self.has_interval:
+            return 0
+        return (self.low > ROUNDING) - (self.high < -ROUNDING)
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,9 @@ def write_comparison(
 
 def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], words: Words) -> Page:
     sections = []
+    dead = []
+    for run, said in results.collapses:
+        dead.append(f"{results.label(run).variant}, seed {run.result['seed']}: {said}.")
     for setting in results.settings:
         shown = _table(lines, labels, words.notes)
         blocks = [
@@ -132,6 +144,7 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
             Block("table", "Accuracy and routing", [shown] if shown.rows else []),
             Block("verdict", "Verdict", [Said(words.verdicts)]),
             Block("recommended", "Recommended model", [Said(words.recommendation)]),
+            *([Block("collapse", "Experts without work", [Said(dead)])] if dead else []),
             Block("gains", "Paired differences", [_gains(results, setting)]),
             Block("times", "Time per update", [tables.times(results, setting)]),
             Block(
@@ -142,12 +155,9 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
         ]
         variants = {style.slug(variant): variant for variant in results.variants(setting)}
         sections.append(Section("comparison", setting, blocks, variants))
-    collapses = [
-        f"{results.label(run).variant}, seed {run.result['seed']}: {said}." for run, said in results.collapses
-    ]
     empty = pd.DataFrame()
     problems = tables.problems(results)
-    return Page(words.summary, sections, problems, collapses, results.notes, empty, {}, title="Comparison")
+    return Page(words.summary, sections, problems, [], results.notes, empty, {}, title="Comparison")
 
 
 def _experts(results: Results, setting: str, seed: int | None) -> Picture:
@@ -186,7 +196,7 @@ def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str
                 contents[f"{label} − Baseline"] = Cell(difference_text(line.metric, found), found.mean)
             elif any(method in other.differences for other in lines):
                 contents[f"{label} − Baseline"] = Cell("–")
-        rows.append(Row(contents, strong=line.name == "accuracy", group=str(line.majority is None)))
+        rows.append(Row(contents, group=str(line.majority is None)))
     caption = "Means over seeds, and paired differences from Baseline with their 95 % intervals"
     return Table(NAME, caption, rows, notes)
 
