@@ -13,6 +13,7 @@ from gar.version import __version__
 
 if TYPE_CHECKING:
     from gar import (
+        comparison,
         config,
         data,
         errors,
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
-    "config", "data", "errors", "evaluation", "features", "methods", "metrics", "model", "nn", "observation",
-    "presets", "report", "runs", "sweeps", "training",
+    "comparison", "config", "data", "errors", "evaluation", "features", "methods", "metrics", "model", "nn",
+    "observation", "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
     "Config": "config.Config",
@@ -91,6 +92,7 @@ __all__ = [
     "__version__",
     "alignment_loss",
     "association",
+    "comparison",
     "config",
     "data",
     "diagnose",

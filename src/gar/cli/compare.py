@@ -22,6 +22,7 @@ from gar.sweeps.search import Budget, SearchError
 
 #: Longer labels are shortened where they can be.
 LABEL = 20
+ONE_SEED = "Accuracy in %: one seed, which is no comparison"
 HEADING = "Accuracy in %: mean over seeds, and difference from Baseline [95 % interval]"
 
 
@@ -90,7 +91,8 @@ def _seeds(text: str) -> int | list[int]:
 
 def _print(console: Console, comparison: Comparison) -> None:
     for number, table in enumerate(tables(comparison, console.width)):
-        console.print(*([] if number else [HEADING]), table, sep="\n")
+        heading = ONE_SEED if len(comparison.arms.seeds) == 1 else HEADING
+        console.print(*([] if number else [heading]), table, sep="\n")
 
     def say(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -150,6 +152,7 @@ def _short(line: Line) -> str:
 def _cell(line: Line, method: str) -> str:
     """The mean, and for accuracies the difference below it."""
     text = line.metric.text(line.means[method]) if method in line.means else "–"
-    if line.majority is not None and method in line.differences:
-        text += "\n" + difference_text(line.metric, line.differences[method])
+    found = line.differences.get(method)
+    if line.majority is not None and found is not None and len(found.seeds) > 1:
+        text += "\n" + difference_text(line.metric, found)
     return text

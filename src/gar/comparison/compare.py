@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -103,7 +104,7 @@ def compare(
     run again. What goes on is told on ``console`` (standard error). Raises :class:`~gar.errors.UserError`
     for wrong input, and :class:`Stopped` after an interruption.
     """
-    console, out = console or Console(stderr=True), Path(out)
+    console, out, began = console or Console(stderr=True), Path(out), time.monotonic()
     arms = _arms(what, overrides or {}, methods, seeds)
     if search is not None:
         for method in arms.methods:
@@ -138,6 +139,8 @@ def compare(
         _train(make_plan(arms, out, retry_failed), arms, executor, stopping, estimate, jobs, console)
     comparison = _conclude(out, arms, mixture, selection)
     write_json(out / "compare.json", _tree(comparison))
+    if todo:
+        told(f"took {duration(time.monotonic() - began)}")
     return comparison
 
 
@@ -222,7 +225,7 @@ def _estimate(
         return estimate
     parts = [f"{duration(estimate.features)} for features"] if estimate.features >= 1 else []
     if budget is not None:
-        seconds, candidates = _search_seconds(arms, estimate, budget, jobs, out)
+        seconds, candidates = _search_seconds(arms, estimate, prepared, budget, jobs, out)
         parts.append(f"{duration(seconds)} for {candidates} short runs of the search")
         total += seconds
     lengths = sorted(round(estimate.runs[method]) for method in set(todo))
@@ -234,7 +237,7 @@ def _estimate(
 
 
 def _search_seconds(
-    arms: Arms, estimate: Estimate, budget: Budget, jobs: int, out: Path
+    arms: Arms, estimate: Estimate, prepared: Prepared, budget: Budget, jobs: int, out: Path
 ) -> tuple[float, int]:
     """Of a search, and its runs at most: stages may share candidates."""
     seconds, count = 0.0, 0
@@ -243,7 +246,7 @@ def _search_seconds(
         runs = budget.seeds * (sum(free) + 3 ** len(free))
         done = (out / combination.id / CANDIDATES).glob(f"*/seed-*/{RESULT}")
         runs = max(0, runs - sum(1 for _ in done))
-        updates = build(budget.apply(combination.tree)).optimizer.updates
+        updates = prepared.updates(build(budget.apply(combination.tree)))
         count += runs
         seconds += runs * (estimate.around + updates * estimate.update[combination.method])
     return seconds / jobs, count
@@ -404,10 +407,11 @@ def recommendation_lines(comparison: Comparison) -> list[str]:
         return ["No model is recommended: no run of Baseline has finished."]
     choice, label = found.choice, comparison.arms.labels[found.choice.method]
     share = build(comparison.arms.trees[REFERENCE]).evaluation.selection
+    several = len(comparison.selection[choice.method]) > 1
+    best = "; this seed is the best of its method there" if several else ""
     return [
         f"Recommended: {label}, seed {choice.seed}. Chosen by accuracy on the {100 * share:g} % of the "
-        f"training splits that no run trained on: {choice.reason}; this seed is the best of its method there "
-        f"({100 * choice.accuracy:.2f} %).",
+        f"training splits that no run trained on: {choice.reason}{best} ({100 * choice.accuracy:.2f} %).",
         f"Model: {found.path}",
         f"Use it: {found.command}",
     ]

@@ -39,6 +39,8 @@ from gar.training import OutOfMemory, Shared, TrainingFailure
 
 #: Seconds until a worker process has imported its libraries.
 WORKER_START = 5.0
+#: Seconds of a run for its checkpoint, model and other files, on the disk of a usual machine.
+FILES = 0.25
 #: Seconds of timed updates a method, of which the first are not counted; updates at least.
 TIMED, LEAST = 0.5, 2
 #: Examples of a task that are looked at, in batches.
@@ -133,14 +135,14 @@ class Prepared:
             features = self._features(cache)
             tree = self.config.to_dict()
             stack.enter_context(computing_threads(threads_of(tree, max(1, available_cores() // jobs))))
-            around = self.again + self._evaluation(sample, source)
+            around = FILES + self.again + self._evaluation(sample, source)
             update = {
                 method: seconds
                 for method, config in self.configs.items()
                 if (seconds := _update_seconds(self.model, source, config)) is not None
             }
             runs = {
-                method: around + seconds * self._updates(self.configs[method])
+                method: around + seconds * self.updates(self.configs[method])
                 for method, seconds in update.items()
             }
         return Estimate(features, WORKER_START + self.loading, runs, update, around)
@@ -155,7 +157,8 @@ class Prepared:
             build_features(self.model, [part], cache)
         return watch.seconds * _size(absent) / _size([part])
 
-    def _updates(self, config: Config) -> int:
+    def updates(self, config: Config) -> int:
+        """The updates of a run of the mixture."""
         optimizer = config.optimizer
         if optimizer.epochs is None:
             return optimizer.updates

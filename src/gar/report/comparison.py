@@ -99,9 +99,12 @@ def compared_lines(
 
 
 def difference_text(metric: Metric, found: Paired) -> str:
-    """``+0.93 [0.32, 1.63]`` in the metric's digits; without an interval the mean alone."""
+    """``+0.93 [0.32, 1.63]`` in the metric's digits; a dash for one seed, which compares nothing."""
+    if len(found.seeds) < 2:
+        return "–"
     text = metric.text(found.mean, sign=True)
-    return text if math.isnan(found.low) else f"{text} {interval(metric, found.low, found.high).text}"
+    limits = interval(metric, found.low, found.high).text if found.has_interval else "[no spread]"
+    return f"{text} {limits}"
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,8 @@ def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str
             contents[label] = shown(line.metric, line.means.get(method, math.nan))
             if method in line.differences:
                 found = line.differences[method]
-                contents[f"{label} − Baseline"] = Cell(difference_text(line.metric, found), found.mean)
+                value = found.mean if len(found.seeds) > 1 else None
+                contents[f"{label} − Baseline"] = Cell(difference_text(line.metric, found), value)
             elif any(method in other.differences for other in lines):
                 contents[f"{label} − Baseline"] = Cell("–")
         rows.append(Row(contents, group=str(line.majority is None)))
