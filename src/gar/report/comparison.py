@@ -143,15 +143,15 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
     for setting in results.settings:
         shown = _table(lines, labels, words.notes)
         blocks = [
-            Block("experts", "Task by expert", [_experts(results, setting, words.seed)]),
-            Block("table", "Accuracy and routing", [shown] if shown.rows else []),
-            Block("verdict", "Verdict", [Said(words.verdicts)]),
-            Block("recommended", "Recommended model", [Said(words.recommendation)]),
-            *([Block("collapse", "Experts without work", [Said(dead)])] if dead else []),
-            Block("gains", "Paired differences", [_gains(results, setting)]),
-            Block("times", "Time per update", [tables.times(results, setting)]),
+            Block("head-experts", "Task by expert", [_experts(results, setting, words.seed)]),
+            Block("head-table", "Accuracy and routing", [shown] if shown.rows else []),
+            Block("head-verdict", "Verdict", [Said(words.verdicts)]),
+            Block("head-recommended", "Recommended model", [Said(words.recommendation)]),
+            *([Block("head-collapse", "Experts without work", [Said(dead)])] if dead else []),
+            Block("head-gains", "Paired differences", [_gains(results, setting)]),
+            Block("head-times", "Time per update", [tables.times(results, setting)]),
             Block(
-                "configuration",
+                "head-configuration",
                 "Configuration and versions",
                 [tables.configurations(results, setting), *tables.records(results, setting)],
             ),
