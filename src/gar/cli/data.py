@@ -27,13 +27,16 @@ def list_registered(output: FormatOption = Format.table) -> None:
     """List the registered tasks and mixtures, and where their data come from."""
     known = registry()
     if output == Format.json:
-        tasks = {task.name: {"origin": task.origin, "labels": task.labels} for task in known.tasks.values()}
+        tasks = {
+            task.name: {"origin": task.origin, "labels": task.labels, "skill": task.skill}
+            for task in known.tasks.values()
+        }
         print(json.dumps({"tasks": tasks, "mixtures": known.mixtures}, indent=2))
         return
     console = Console()
-    tasks_table = Table("task", "labels", "from")
+    tasks_table = Table("task", "labels", "skill", "from")
     for task in known.tasks.values():
-        tasks_table.add_row(task.name, ", ".join(task.labels), task.origin)
+        tasks_table.add_row(task.name, ", ".join(task.labels), task.skill, task.origin)
     mixtures_table = Table("mixture", "tasks")
     for name, members in known.mixtures.items():
         mixtures_table.add_row(name, ", ".join(members))

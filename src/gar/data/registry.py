@@ -30,6 +30,7 @@ class RegisteredTask(BaseModel):
     train: tuple[str, ...] = ("train",)
     validation: tuple[str, ...] = ("validation",)
     bigbench: str | None = None
+    skill: str = ""
 
     @model_validator(mode="after")
     def _one_source(self) -> RegisteredTask:
