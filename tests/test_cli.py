@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import yaml
 
-from gar import config as configuration
 from gar.cli.app import VERBS, run
 from support import tiny_runs
 
@@ -64,35 +63,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert errors.count("\n") == 1
     assert "Traceback" not in errors
     return errors.removeprefix("error: ").rstrip("\n")
-
-
-# ---------------------------------------------------------------------- quickstart
-
-
-def test_the_quickstart_on_other_tasks(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree = tiny_runs.tree(world, optimizer__updates=2)
-    set_ = [f"{key}={json.dumps(value)}" for key, value in configuration.flat(tree).items()]
-    out = tmp_path / "quick"
-    command = ["quickstart", *set_, "--out", str(out), "--seed", "3"]
-    assert run(command) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["baseline-seed3", "gar-seed3"]
-    assert configuration.load(out / "gar-seed3" / "config.yaml").method.to_config()["coefficient"] == 0.01
-    text = capsys.readouterr().out
-    assert "tiny, 2 updates, seed 3" in text
-    result = out / "baseline-seed3" / "result.json"
-    before = result.stat().st_mtime_ns
-    assert run([*command, "method.name=loadpen"]) == 0
-    assert "baseline: finished earlier" in capsys.readouterr().out
-    assert result.stat().st_mtime_ns == before
-    assert (out / "loadpen-seed3" / "result.json").is_file()
-    assert run([*command, "optimizer.updates=1"]) == 0  # another run: made anew
-    assert json.loads(result.read_text())["updates"] == 1
-    (tmp_path / "other" / "gar-seed0").mkdir(parents=True)
-    (tmp_path / "other" / "gar-seed0" / "mine.txt").touch()
-    assert run(["quickstart", *set_, "--out", str(tmp_path / "other")]) == 2
-    assert "holds other files" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- help

@@ -74,7 +74,7 @@ def test_one_download_serves_every_mixture(pip, tmp_path):
     kept = sorted(path.name for path in (cache / "bigbench-1.0.0").iterdir())
     assert "fact_checker--fever.json" in kept
     assert (
-        len(kept) == 8 + 1
+        len(kept) == 10 + 1
     )  # the tasks and the lock: no archive, no partial files, nothing else of the archive
 
 

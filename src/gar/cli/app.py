@@ -28,7 +28,7 @@ VERBS = {
     "quickstart": (
         "gar.cli.quickstart",
         "quickstart",
-        "Train Baseline and GAR on five real tasks, without a model hub.",
+        "Compare three methods on five real tasks, without a model hub.",
     ),
     "compare": (
         "gar.cli.compare",

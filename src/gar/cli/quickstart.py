@@ -20,8 +20,10 @@ from gar.sweeps.store import SWEEP, hold
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
 #: Mixed experts, balanced but mixed ones, specialised ones.
 METHODS = ("baseline", "switchaux", "gar")
-#: Each takes up to a gigabyte.
+#: Runs at a time; each takes up to a gigabyte.
 JOBS = 2
+#: The directory of the runs, which a comparison names after its file.
+SETTING = "quickstart"
 
 
 def quickstart(
@@ -46,7 +48,7 @@ def quickstart(
     Console().print(NOTICE, style="dim", soft_wrap=True)
     if again:
         _make_way(out)
-    with resources.as_file(resources.files("gar.presets") / "quickstart.yaml") as path:
+    with resources.as_file(resources.files("gar.presets") / f"{SETTING}.yaml") as path:
         own = configuration.load(path, overrides or ()).method.name
         compare(
             what=str(path),
@@ -60,13 +62,11 @@ def quickstart(
 
 
 def _make_way(out: Path) -> None:
-    """Remove an earlier comparison's runs; what else lies in the directory stays."""
+    """Remove the runs of an earlier comparison; what else lies in the directory stays."""
     if not out.exists():
         return
     if not (out / SWEEP / RECORD).is_file():
-        raise UserError(
-            f"--again: {out} holds no earlier comparison; expected one, or a new directory (--out)"
-        )
+        raise UserError(f"--again: {out} holds no comparison; expected an earlier one, or a new directory")
     with hold(out):
-        shutil.rmtree(out / Path("quickstart"), ignore_errors=True)
+        shutil.rmtree(out / SETTING, ignore_errors=True)
         (out / SWEEP / RECORD).unlink()
