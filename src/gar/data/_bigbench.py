@@ -60,7 +60,7 @@ def _labelled(task: RegisteredTask, file: Path) -> list[Row]:
     expected = sorted(task.labels)
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
-        # Scores of many choices are most of a file: as soon as an example is read, they are judged and dropped.
+        # Scores of many choices are most of a file: they are judged and dropped as soon as they are read.
         scores: Mapping[str, float] | None = found.get("target_scores")
         if scores is None:
             return found
