@@ -20,7 +20,7 @@ from gar.errors import UserError
 from gar.methods import GAR, Baseline, MethodState, Update
 from gar.methods.gar import UPDATES
 from gar.nn import expert_banks
-from gar.objective import EPS, alignment_loss, marginal_scores
+from gar.objective import EPS, marginal_scores
 from gar.runs.environment import computing_threads, resolve_device
 from gar.training import Shared, Updater
 from gar.training.captured_backbone import updates_of
@@ -53,6 +53,10 @@ COLUMNS = {
     "cosine_next": "of a task's mean g_m with that of the update before",
     "association": "-L_norm",
     "attained": "its place between all p_m equal (0) and an expert for each task (1)",
+    "self_association": "share of the groups' pairs with themselves in the association",
+    "distinct_norm": "pull_norm without these pairs",
+    "distinct_cosine": "cosine between that gradient and L_norm's",
+    "distinct_memory": "task_memory of that gradient",
     "contrast": "standard deviation of the scores s_mk over the experts, over their mean size",
     "leader_energy": "share of the task with most of it in sum |g_m|^2",
     "leader_association": "that task's share in the association",
@@ -61,7 +65,8 @@ COLUMNS = {
     "task_scale_cosine": "likewise at task_scale",
 }
 FACTS = ("arm", "seed", "update")
-STATE = ("task", "pull", "square", "task_square", "pull_square", "before", "total")
+MOMENTS = ("task", "pull", "distinct")
+STATE = (*MOMENTS, *(f"{name}_square" for name in MOMENTS), "square", "before", "total")
 
 
 class Watched(GAR):
@@ -113,14 +118,9 @@ class Watched(GAR):
         raw = site.gradients()
         rows = self.scaled(raw, update)
 
-        def pulled(p: Tensor, rows: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        def pulled(p: Tensor, rows: Tensor, *more: Tensor, method: GAR = self) -> tuple[Tensor, ...]:
             with torch.enable_grad():
-                loss = alignment_loss(
-                    p,
-                    rows,
-                    normalize=self.objective == "load_normalized",
-                    entropy_weight=self.entropy_weight,
-                )
+                loss = method.loss(p, rows)
             return torch.autograd.grad(loss, [*leaves, *more], retain_graph=True, materialize_grads=True)
 
         of_router = pulled(p, rows, *(routing.logits for routing in routings))
@@ -136,7 +136,9 @@ class Watched(GAR):
             told = {"loss": _task_loss(update), "clip": clip}
             told |= {"task_norm": task.norm(), "pull_norm": pull.norm(), "pull_cosine": _cosine(task, pull)}
             told["ratio"] = _over(strength * pull.norm(), task.norm())
-            told |= _steps(state, clip * task, clip * strength * pull)
+            distinct = _flat(pulled(p, rows, method=self.model_copy(update={"self_pairs": False})))
+            told |= {"distinct_norm": distinct.norm(), "distinct_cosine": _cosine(distinct, pull)}
+            told |= _steps(state, clip * task, clip * strength * pull, distinct)
             soft_pull = _flat(pulled(soft, rows))
             told |= {"soft_norm": soft_pull.norm(), "soft_cosine": _cosine(soft_pull, pull)}
             squares = [g.double().square() for g in of_logits]
@@ -158,30 +160,28 @@ class Watched(GAR):
         return list(means)
 
 
-def _steps(state: Mapping[str, Tensor], task: Tensor, pull: Tensor) -> dict[str, Tensor]:
+def _steps(state: Mapping[str, Tensor], task: Tensor, pull: Tensor, distinct: Tensor) -> dict[str, Tensor]:
     """AdamW's step in two parts: its first moment is linear in the gradients, the second is shared."""
     first, second = ADAM_BETAS
     number = state[UPDATES] + 1
-    squares = {"square": task + pull, "task_square": task, "pull_square": pull}
-    for key, value in (("task", task), ("pull", pull)):
-        state[key].lerp_(value, 1 - first)
-    for key, value in squares.items():
-        state[key].lerp_(value.square(), 1 - second)
+    for name, value in zip(MOMENTS, (task, pull, distinct), strict=True):
+        state[name].lerp_(value, 1 - first)
+        state[f"{name}_square"].lerp_(value.square(), 1 - second)
+    state["square"].lerp_((task + pull).square(), 1 - second)
     m, v = 1 - first**number, 1 - second**number
 
     def step(moment: str, square: str) -> Tensor:
         return state[moment] / m / ((state[square] / v).sqrt() + ADAM_EPS)
 
-    def memory(moment: str, square: str) -> Tensor:
-        return _over((state[moment] / m).norm(), (state[square] / v).sum().sqrt())
+    def memory(name: str) -> Tensor:
+        return _over((state[name] / m).norm(), (state[f"{name}_square"] / v).sum().sqrt())
 
     of_pull = step("pull", "square")
     whole = step("task", "square") + of_pull
     return {
         "step_share": _over(of_pull.norm(), whole.norm()),
         "step_cosine": _cosine(whole, step("task", "task_square")),
-        "task_memory": memory("task", "task_square"),
-        "pull_memory": memory("pull", "pull_square"),
+        **{f"{name}_memory": memory(name) for name in MOMENTS},
     }
 
 
@@ -204,13 +204,14 @@ def _groups(p: Tensor, raw: Tensor, rows: Tensor, update: Update) -> tuple[dict[
     state["before"].copy_(means)
 
     load = p.sum(0) + EPS
+    own = rows.square().sum(1, keepdim=True)
     gain = p * (rows @ (p.T @ rows).T) / load  # [M, E], sums to the association
     association = gain.sum()
     sums = member.T @ rows
     equal, apart = sums.sum(0).square().sum() / len(p), (sums.square().sum(1) / count).sum()
     scores = marginal_scores(p, rows)
     spread = scores.var(1, correction=0)
-    energy, of_task, contrasts = (member.T @ each for each in (rows.square().sum(1), gain.sum(1), spread))
+    energy, of_task, contrasts = (member.T @ each for each in (own.squeeze(1), gain.sum(1), spread))
     leader = one_hot(energy.argmax(), len(energy)).to(p)
     log = torch.where(p > 0, p, 1).log()
     variation_same, variation_other = pairs(variation)
@@ -225,6 +226,9 @@ def _groups(p: Tensor, raw: Tensor, rows: Tensor, update: Update) -> tuple[dict[
         "cosine_next": following.mean(),
         "association": association,
         "attained": _over(association - equal, apart - equal),
+        "self_association": _over(
+            (p.square() / load * rows.square().sum(1, keepdim=True)).sum(), association
+        ),
         "contrast": _over(spread.sqrt().mean(), scores.abs().mean()),
         "leader_energy": _over((leader * energy).sum(), energy.sum()),
         "leader_association": _over((leader * of_task).sum(), association),

@@ -692,6 +692,7 @@ def test_what_the_router_is_told_of_its_groups() -> None:
         "cosine_next": 0,  # 1 and -1
         "association": 18.5,
         "attained": 1,
+        "self_association": round(9.5 / 18.5, 6),
         "contrast": told["contrast"].round(decimals=6),
         "leader_energy": round(18 / 19, 6),
         "leader_association": round(18 / 18.5, 6),

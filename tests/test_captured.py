@@ -116,6 +116,7 @@ def test_the_options_of_gar_captured(
     """Rows that pad a group add nothing to its softmax; the coefficient rises inside and between blocks."""
     monkeypatch.setattr(module, "BLOCK", 5)
     method = {"name": "gar", "gradients": gradients, "probabilities": "softmax", "coefficient": 0.5}
+    method["self_pairs"] = gradients == "unit"
     found = []
     for warmup in (8, 0):
         config = config_of(world, device, method={**method, "warmup": warmup}, experts__site=site)

@@ -76,6 +76,7 @@ METHODS: dict[str, Method] = {
     "gar entropy": GAR(coefficient=0.3, entropy_weight=0.2),
     "gar unit": GAR(coefficient=0.3, gradients="unit"),
     "gar task_scale": GAR(coefficient=0.3, gradients="task_scale"),
+    "gar distinct": GAR(coefficient=0.3, self_pairs=False),
     "gar softmax": GAR(coefficient=0.3, probabilities="softmax"),
     "stgc": STGC(coefficient=0.7),
     "loadpen": LoadPenalty(coefficient=0.4),
@@ -183,6 +184,8 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
         p = twin.group_probabilities(oracles.masked_softmax(logits_of(twin, out), 3) if soft else detached)
         rows = oracles.scaled_rows(g, [task for task, _ in batch.sizes], method.gradients)
         loss = oracles.alignment_loss(p, rows, normalize=normalize, tau=method.entropy_weight)
+        if not method.self_pairs:
+            loss = oracles.distinct_alignment_loss(p, rows)
         total = total + method.coefficient * loss
     if isinstance(method, STGC):
         losses = stgc(twin, out)[1]
@@ -454,6 +457,17 @@ def test_scaled_rows_of_any_size(method: str, tiny: float) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     assert not found[[1, 4, 5]].any()
     torch.testing.assert_close(scaled(tiny * rows[:1], [2]).norm(), torch.tensor(1.0))
+
+
+def test_a_group_alone_has_no_pair() -> None:
+    """Orthogonal rows neither: without self-pairs nothing is gained by setting them apart."""
+    p = torch.tensor([[0.7, 0.3], [0.2, 0.8]], dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([[2.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
+    for few, some in ((p[:1], rows[:1]), (p, rows), (p, 0 * rows)):
+        (grad,) = torch.autograd.grad(GAR(self_pairs=False).loss(few, some), p)
+        assert not grad.any()
+    (grad,) = torch.autograd.grad(GAR().loss(p, rows), p)
+    assert float(grad.abs().min()) > 0.1
 
 
 def test_the_coefficient_rises_over_the_warmup() -> None:

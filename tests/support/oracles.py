@@ -269,6 +269,19 @@ def group_probabilities(gates: Tensor, mask: Tensor, groups: Sequence[int], M: i
 # --------------------------------------------------------------------------------------------------
 
 
+def distinct_alignment_loss(P: Tensor, g: Tensor, eps: float = 1e-8) -> Tensor:
+    """-sum_k sum_{i != j} p_ik p_jk <g_i, g_j> / (d_k + eps): L_norm without the pairs (i, i)."""
+    P, g = _f64(P), _f64(g)
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(P.shape[1]):
+        d = sum((P[m, k] for m in range(len(P))), torch.zeros((), dtype=torch.float64))
+        for i in range(len(P)):
+            for j in range(len(P)):
+                if i != j:
+                    total = total - P[i, k] * P[j, k] * (g[i] * g[j]).sum() / (d + eps)
+    return total
+
+
 def scaled_rows(g: Tensor, tasks: Sequence[int], how: str) -> Tensor:
     """g_m / ||g_m|| (``unit``), or over the root mean square of its task's norms (``task_scale``).
 

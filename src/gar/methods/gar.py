@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 
 from gar.methods.base import Method, MethodState
 from gar.methods.update import Update
-from gar.objective import alignment_loss
+from gar.objective import accurate, alignment_loss, gram_matrix
 
 #: The key in the saved state: updates made so far.
 UPDATES = "updates"
@@ -24,7 +24,8 @@ class GAR(Method):
     probabilities, summed over expert sites (paper, section "Training with First-Order Detached Alignment").
 
     The defaults are the paper's form. ``gradients`` and ``probabilities`` put other rows into the same
-    objective (docs/top4.md has what each of them does), ``warmup`` lets the coefficient rise: it is
+    objective; without ``self_pairs`` it is ``-sum_k sum_{i != j} p_ik p_jk <g_i, g_j> / (d_k + eps)``
+    (docs/top4.md has what each of them does). ``warmup`` lets the coefficient rise: it is
     ``coefficient * min(1, u / warmup)`` in update u = 1, 2, …; the count is saved with checkpoints.
     """
 
@@ -41,6 +42,9 @@ class GAR(Method):
     )
     probabilities: Literal["gates", "softmax"] = Field(
         "gates", description="p_m from the configured gates, or from the softmax over all experts"
+    )
+    self_pairs: bool = Field(
+        True, description="whether a group's pair with itself, p_mk^2 |g_m|^2 / d_k, counts in the objective"
     )
     warmup: int = Field(0, ge=0, description="updates over which the coefficient rises from 0")
 
@@ -59,17 +63,29 @@ class GAR(Method):
             return None
         total = sum(
             (
-                alignment_loss(
+                self.loss(
                     site.probabilities(soft=self.probabilities == "softmax"),
                     self.scaled(site.gradients(), update),
-                    normalize=self.objective == "load_normalized",
-                    entropy_weight=self.entropy_weight,
                 )
                 for site in update.sites
             ),
             start=update.zero,
         )
         return self.strength(update) * total
+
+    def loss(self, p: Tensor, rows: Tensor) -> Tensor:
+        """The objective of one site from ``p_m`` [M, E] and observations [M, d]."""
+        gram = None
+        if not self.self_pairs:
+            gram = gram_matrix(accurate(rows))
+            gram = gram - gram.diagonal().diag_embed()
+        return alignment_loss(
+            p,
+            rows if gram is None else None,
+            gram=gram,
+            normalize=self.objective == "load_normalized",
+            entropy_weight=self.entropy_weight,
+        )
 
     def strength(self, update: Update) -> float | Tensor:
         """What the coefficient is in this update; on the device while it may still rise."""
