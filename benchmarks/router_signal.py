@@ -163,7 +163,7 @@ class Watched(GAR):
 def _steps(state: Mapping[str, Tensor], task: Tensor, pull: Tensor, distinct: Tensor) -> dict[str, Tensor]:
     """AdamW's step in two parts: its first moment is linear in the gradients, the second is shared."""
     first, second = ADAM_BETAS
-    number = state[UPDATES] + 1
+    number = state[UPDATES].double() + 1
     for name, value in zip(MOMENTS, (task, pull, distinct), strict=True):
         state[name].lerp_(value, 1 - first)
         state[f"{name}_square"].lerp_(value.square(), 1 - second)
