@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from gar.cli.app import run
 from gar.data import load_mixture
 from gar.data.batches import Group
 from gar.errors import UserError
+from gar.features.sources import make_sources
 from gar.model.sites import SITES
 from gar.training import TrainingFailure, Updater
 from gar.training.updater import Outcome
@@ -625,3 +627,104 @@ def test_the_script_of_the_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert all(value > 0 for part, value in seconds.items() if part != "rest")
         # Nothing is counted twice, or there would be less than nothing left for the rest.
         assert seconds["rest"] > -0.01
+
+
+SIGNAL = {"method__name": "gar", "optimizer__updates": 6, "experts__top_k": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": {"name": "gar", "coefficient": 0.5, "gradients": "unit", "warmup": 3}},
+        {"method": {"name": "gar", "coefficient": 0.5, "probabilities": "softmax", "entropy_weight": 0.1}},
+        {"method": {"name": "gar", "coefficient": 0.5}, "experts__top_k": 1, "optimizer__clip": 0.01},
+        {"method": "baseline"},
+    ],
+    ids=str,
+)
+def test_watching_the_router_changes_no_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """And the two parts of AdamW's step are the optimizer's own moments."""
+    found = script("router_signal.py")
+    config = tiny_runs.make_config(
+        tiny_runs.make_world(tmp_path), **SIGNAL | {"backbone__dtype": "float64"} | changes
+    )
+    watched = config.model_copy(update={"method": found["Watched"].of(config)})
+    updaters = []
+    for each in (config, watched):
+        model, mixture = tiny_runs.load(each)
+        source, _ = make_sources(model, mixture, each.cache)
+        updaters.append(Updater(model.train(), source, each, ["mood", "nli"]))
+        list(updaters[-1].block(0, 6))
+    plain, other = updaters
+    assert tiny_runs.largest_difference(*(tiny_runs.weights(u.model) for u in updaters)) < 1e-12
+    state = [plain.optimizer.state[p] for p in plain.model.bank.router.parameters()]
+    kept: Any = other.state
+    method: Any = other.method
+    for key, parts in (("exp_avg", ("task", "pull")), ("exp_avg_sq", ("square",))):
+        expected = torch.cat([each[key].flatten() for each in state])
+        torch.testing.assert_close(sum(kept[part] for part in parts), expected, rtol=1e-9, atol=1e-15)
+    told = dict(zip(found["COLUMNS"], method.taken(kept, 6), strict=False))
+    assert all(math.isfinite(value) for value in told.values())
+    if config.method.name == "baseline":
+        assert told["ratio"] == told["step_share"] == 0
+        assert told["step_cosine"] == pytest.approx(5 / 6), "B = 0: the first update has no task gradient"
+
+
+def test_what_the_router_is_told_of_its_groups() -> None:
+    """Two groups of task 0 that agree and share an expert, one of task 1 against them, a silent one."""
+    found = script("router_signal.py")
+    p = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).double()
+    rows = torch.tensor([[3.0, 0.0], [3.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]).double()
+    update: Any = SimpleNamespace(
+        tasks=torch.tensor([0, 0, 1, 1]),
+        task_count=2,
+        state={"before": torch.tensor([[1.0, 0.0]] * 2).double()},
+    )
+    told, lengths = found["_groups"](p, rows, rows, update)
+    assert {key: round(float(value), 6) for key, value in told.items()} == {
+        "variation_same": 0,
+        "variation_other": 1,
+        "entropy": 0,
+        "length": 7 / 4,
+        "cosine_same": 0.5,  # a zero row has cosine 0 with its neighbour
+        "cosine_other": -0.5,
+        "cosine_next": 0,  # 1 and -1
+        "association": 18.5,
+        "attained": 1,
+        "self_association": round(9.5 / 18.5, 6),
+        "contrast": told["contrast"].round(decimals=6),
+        "leader_energy": round(18 / 19, 6),
+        "leader_association": round(18 / 18.5, 6),
+        "leader_contrast": told["leader_contrast"].round(decimals=6),
+    }
+    assert lengths.tolist() == [3, 0.5]
+    assert update.state["before"].tolist() == [[3, 0], [-0.5, 0]]
+    alike, _ = found["_groups"](torch.full_like(p, 0.5), rows, rows, update)
+    assert float(alike["attained"]) == pytest.approx(0, abs=1e-6)
+    assert float(alike["contrast"]) == pytest.approx(0, abs=1e-6)
+    nothing, _ = found["_groups"](p, 0 * rows, 0 * rows, update)
+    assert all(math.isfinite(float(value)) for value in nothing.values())
+
+
+def test_the_script_of_the_signal(tmp_path: Path, capsys: Any) -> None:
+    """One line for each stretch of updates; what the file has already is not run again."""
+    found = script("router_signal.py")
+    config, out = tmp_path / "tiny.yaml", tmp_path / "signal.csv"
+    config.write_text(json.dumps(tiny_runs.tree(tiny_runs.make_world(tmp_path / "world"), **SIGNAL)))
+    arms = ["method.coefficient=0.1", "experts.top_k=1 method=baseline"]
+    found["main"](str(config), arm=arms[:1], seeds=2, every=4, out=out)
+    first = out.read_text()
+    found["main"](str(config), arm=arms, seeds=2, every=4, out=out)
+    assert out.read_text().startswith(first)
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["seed"], row["update"]) for row in rows] == [
+        (arm, seed, update) for arm in arms for seed in "01" for update in "46"
+    ]
+    assert {f"length {name}" for name in ("mood", "nli")} | {*found["COLUMNS"]} <= rows[0].keys()
+    out.write_text("arm,seed\n")
+    with pytest.raises(UserError, match="has other columns"):
+        found["main"](str(config), arm=arms, seeds=1, every=4, out=out)
+    with pytest.raises(UserError, match="expected gar or baseline"):
+        found["main"](str(config), overrides=["method=stgc"], every=4, out=tmp_path / "other.csv")

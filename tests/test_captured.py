@@ -107,6 +107,28 @@ def test_captured_updates_are_the_uncaptured_ones(
     assert len({len(outcome.losses) for outcome in expected}) > 1, "and more than one number of groups"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("site", ["lora_ffn", "lora_head"])
+@pytest.mark.parametrize("gradients", ["unit", "task_scale"])
+def test_the_options_of_gar_captured(
+    world: Path, gradients: str, site: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that pad a group add nothing to its softmax; the coefficient rises inside and between blocks."""
+    monkeypatch.setattr(module, "BLOCK", 5)
+    method = {"name": "gar", "gradients": gradients, "probabilities": "softmax", "coefficient": 0.5}
+    method["self_pairs"] = gradients == "unit"
+    found = []
+    for warmup in (8, 0):
+        config = config_of(world, device, method={**method, "warmup": warmup}, experts__site=site)
+        plain, _ = made(config)
+        expected = list(plain.block(0, 12))
+        updater, captured = made(config)
+        assert close([*captured.block(0, 7), *captured.block(7, 12)], expected)
+        assert largest_difference(weights(updater.model), weights(plain.model)) < 1e-10
+        found.append(weights(updater.model))
+    assert largest_difference(*found) > 1e-6, "the warm-up shows"
+
+
 def test_dropout_masks_are_those_of_the_uncaptured_step(world: Path) -> None:
     """The control: with another seed of the words the losses differ."""
     config = config_of(world, experts__dropout=0.5)

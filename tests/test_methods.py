@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -54,6 +55,7 @@ from support.tiny import (
     named_gradients,
     randomize,
     run_passes,
+    twin_logits,
     update_gradients,
     with_keep,
 )
@@ -72,6 +74,10 @@ METHODS: dict[str, Method] = {
     "gar": GAR(coefficient=0.3),
     "gar numerator_only": GAR(coefficient=0.3, objective="numerator_only"),
     "gar entropy": GAR(coefficient=0.3, entropy_weight=0.2),
+    "gar unit": GAR(coefficient=0.3, gradients="unit"),
+    "gar task_scale": GAR(coefficient=0.3, gradients="task_scale"),
+    "gar distinct": GAR(coefficient=0.3, self_pairs=False),
+    "gar softmax": GAR(coefficient=0.3, probabilities="softmax"),
     "stgc": STGC(coefficient=0.7),
     "loadpen": LoadPenalty(coefficient=0.4),
     "switchaux": SwitchAux(coefficient=0.4),
@@ -80,7 +86,8 @@ METHODS: dict[str, Method] = {
     "cagrad long": CAGrad(c=0.9, inner_learning_rate=1.0, inner_steps=40),
     "torchjd mean": TorchJD(aggregator="Mean"),
 }
-ROUTER_ONLY = ("gar", "gar numerator_only", "gar entropy", "loadpen")
+ROUTER_ONLY = (*(name for name in METHODS if name.startswith("gar")), "loadpen")
+SCALED = ("gar unit", "gar task_scale")
 CASES = [
     pytest.param(site, method, id=f"{site}-{method}")
     for site in SITES
@@ -173,8 +180,12 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
     total = torch.zeros((), dtype=torch.float64)
     if isinstance(method, GAR):
         normalize = method.objective == "load_normalized"
-        p = twin.group_probabilities(detached)
-        loss = oracles.alignment_loss(p, g, normalize=normalize, tau=method.entropy_weight)
+        soft = method.probabilities == "softmax"
+        p = twin.group_probabilities(oracles.masked_softmax(logits_of(twin, out), 3) if soft else detached)
+        rows = oracles.scaled_rows(g, [task for task, _ in batch.sizes], method.gradients)
+        loss = oracles.alignment_loss(p, rows, normalize=normalize, tau=method.entropy_weight)
+        if not method.self_pairs:
+            loss = oracles.distinct_alignment_loss(p, rows)
         total = total + method.coefficient * loss
     if isinstance(method, STGC):
         losses = stgc(twin, out)[1]
@@ -190,6 +201,11 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
             gates, out.chosen, everything, out.unit_groups, u, method.coefficient, twin.top_k
         )
     return total
+
+
+def logits_of(twin: Twin, out: TwinOutput) -> Tensor:
+    """The logits of routing inputs taken as constants."""
+    return twin_logits(twin.parameters, twin.name, out.x.detach())
 
 
 def stgc(twin: Twin, out: TwinOutput) -> tuple[Tensor, list[Tensor]]:
@@ -329,7 +345,13 @@ def test_scaling_the_loss(site: str, method: str, scale: float) -> None:
     unit, plain = package_gradients(site, method), package_gradients(site, "baseline")
     found = update_gradients(model, batch, METHODS[method], scale=scale)
     power = (
-        2 if method.startswith("gar") else 1 if method.startswith(("cagrad", "torchjd", "baseline")) else 0
+        0
+        if method in SCALED
+        else 2
+        if method.startswith("gar")
+        else 1
+        if method.startswith(("cagrad", "torchjd", "baseline"))
+        else 0
     )
     expected = {n: scale * plain[n] + scale**power * (unit[n] - plain[n]) for n in unit}
     # CAGrad's eps = 1e-8 is absolute in its specification.
@@ -402,6 +424,78 @@ def test_several_sites_add_up(method: str) -> None:
     same(both, {name: first_only[name] + second_only[name] for name in both}, 1e-12)
 
 
+@pytest.mark.parametrize("method", SCALED)
+def test_a_tasks_loss_scale_does_not_change_scaled_rows(method: str) -> None:
+    """The control: with raw rows it does."""
+    model, batch = model_and_batch("lora_ffn")
+    scale: Any = torch.tensor([1000.0 if task == 1 else 1.0 for task, _ in batch.sizes])
+
+    def added(name: str, **options: Any) -> Gradients:
+        parts = (update_gradients(model, batch, METHODS[which], **options) for which in (name, "baseline"))
+        return difference(*parts)
+
+    same(added(method, scale=scale), added(method), 1e-9)
+    assert largest(difference(added("gar", scale=scale), added("gar")), "router") > 1
+
+
+@pytest.mark.parametrize("tiny", [1e-30, 1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("method", SCALED)
+def test_scaled_rows_of_any_size(method: str, tiny: float) -> None:
+    """Float32 rows whose squares leave its range, a zero row, a task of zeros, one group alone."""
+    chosen: Any = METHODS[method]
+    rows = torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
+    rows[1] = rows[4] = rows[5] = 0
+    tasks = [0, 0, 1, 1, 2, 2]
+
+    def scaled(rows: Tensor, tasks: list[int]) -> Tensor:
+        seen: Any = SimpleNamespace(tasks=torch.tensor(tasks), task_count=3)
+        return chosen.scaled(rows, seen)
+
+    expected = oracles.scaled_rows(rows.double(), tasks, chosen.gradients)
+    found = scaled(tiny * rows, tasks)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    assert not found[[1, 4, 5]].any()
+    torch.testing.assert_close(scaled(tiny * rows[:1], [2]).norm(), torch.tensor(1.0))
+
+
+def test_a_group_alone_has_no_pair() -> None:
+    """Orthogonal rows neither: without self-pairs nothing is gained by setting them apart."""
+    p = torch.tensor([[0.7, 0.3], [0.2, 0.8]], dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([[2.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
+    for few, some in ((p[:1], rows[:1]), (p, rows), (p, 0 * rows)):
+        (grad,) = torch.autograd.grad(GAR(self_pairs=False).loss(few, some), p)
+        assert not grad.any()
+    (grad,) = torch.autograd.grad(GAR().loss(p, rows), p)
+    assert float(grad.abs().min()) > 0.1
+
+
+def test_the_coefficient_rises_over_the_warmup() -> None:
+    model, batch = model_and_batch("lora_ffn")
+    method = GAR(coefficient=0.3, warmup=4)
+    state: Any = method.initial_state(model)
+    plain, whole = package_gradients("lora_ffn", "baseline"), package_gradients("lora_ffn", "gar")
+    for share in (0.25, 0.5, 0.75, 1.0, 1.0):
+        update = run_passes(model, model, batch, method, state=state, split=[2, 3])
+        method.after_step(update)
+        same(named_gradients(model), {n: plain[n] + share * (whole[n] - plain[n]) for n in plain}, 1e-12)
+    assert int(state["updates"]) == 5
+    for without in (GAR(coefficient=0.3), GAR(coefficient=0, warmup=4)):
+        assert without.initial_state(model) is None
+
+
+def test_soft_gates_reach_every_expert() -> None:
+    """The configured gates leave out who was not selected; padding stays out of both."""
+    logits = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    routing = RoutedLoRA(4, 4, experts=4, top_k=2, rank=1).router.gate(logits, mask)
+    weights = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    for gates, reached in ((routing.gates, routing.selected), (routing.soft().gates, mask.unsqueeze(-1))):
+        assert torch.equal(gates.sum(-1) > 0.5, mask)
+        (grad,) = torch.autograd.grad((gates * weights).sum(), logits)
+        assert torch.equal(grad != 0, reached.expand_as(grad))
+
+
 # --------------------------------------------------------------------------------------------------
 # Coefficient zero
 # --------------------------------------------------------------------------------------------------
@@ -409,6 +503,7 @@ def test_several_sites_add_up(method: str) -> None:
 ZERO: dict[str, Method] = {
     "gar": GAR(coefficient=0),
     "gar numerator_only": GAR(coefficient=0, objective="numerator_only", entropy_weight=0.5),
+    "gar options": GAR(coefficient=0, gradients="unit", probabilities="softmax", warmup=3),
     "stgc": STGC(coefficient=0),
     "loadpen": LoadPenalty(coefficient=0),
     "switchaux": SwitchAux(coefficient=0),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gar.errors import UserError
+from gar.methods import from_config
 from gar.sweeps.suite import CHECKPOINTING, Suite, build_suite, load_suite, shipped
 
 METHODS, MIXTURES, TASKS, SEEDS = 7, 5, 5, 5
@@ -24,6 +25,7 @@ SHIPPED = {
     "paper_sweep_head": MIXTURES * 5 * SEEDS,
     "paper_denominator": MIXTURES * 3 * SEEDS,
     "bigbench": 4 * METHODS * SEEDS,
+    "evidence_top4": 2 * 20 * SEEDS,
 }
 INLINE = {
     "backbone": {"name": "somewhere/model"},
@@ -60,7 +62,7 @@ def test_packaged_suites_expand(name: str) -> None:
     assert {run.seed for run in runs} == set(range(SEEDS))
     for run in runs:
         tree = run.tree()  # a valid configuration
-        assert tree["preset"]
+        assert tree["preset"] or name.startswith("evidence")
         assert tree["seed"] == run.seed
         assert re.fullmatch(r"[^/]+/[^/]+/[^/]+/seed-\d+", run.id)
 
@@ -104,10 +106,8 @@ def test_an_inline_setting_gets_mixtures_methods_and_overrides() -> None:
     ]
     trees = {run.id: run.tree() for run in found.runs()}
     assert trees["own/rte/strong-plain/seed-1"]["method"] == {
-        "name": "gar",
+        **from_config("gar").to_config(),
         "coefficient": 0.5,
-        "objective": "load_normalized",
-        "entropy_weight": 0.0,
     }
     assert trees["own/rte/gar-short/seed-1"]["mixture"]["tasks"] == ["rte"]
     assert trees["own/five/gar-short/seed-1"]["mixture"]["batch_size"] == 4

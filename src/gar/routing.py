@@ -33,6 +33,13 @@ class Routing:
         # Gates of invalid tokens are zero already.
         return self.gates.sum(1) / self.mask.sum(1).clamp(min=1).unsqueeze(-1)
 
+    def soft(self) -> Routing:
+        """With the softmax over all experts as gates, whatever was selected; padding units stay zero."""
+        gates = self.logits.softmax(-1)
+        if self.mask is not None:
+            gates = gates.masked_fill(~self.mask.unsqueeze(-1), 0)
+        return Routing(self.logits, gates, self.selected, self.mask)
+
     def detach(self) -> Routing:
         """The same decisions without their graph."""
         return Routing(self.logits.detach(), self.gates.detach(), self.selected, self.mask)

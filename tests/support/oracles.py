@@ -269,6 +269,33 @@ def group_probabilities(gates: Tensor, mask: Tensor, groups: Sequence[int], M: i
 # --------------------------------------------------------------------------------------------------
 
 
+def distinct_alignment_loss(P: Tensor, g: Tensor, eps: float = 1e-8) -> Tensor:
+    """-sum_k sum_{i != j} p_ik p_jk <g_i, g_j> / (d_k + eps): L_norm without the pairs (i, i)."""
+    P, g = _f64(P), _f64(g)
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(P.shape[1]):
+        d = sum((P[m, k] for m in range(len(P))), torch.zeros((), dtype=torch.float64))
+        for i in range(len(P)):
+            for j in range(len(P)):
+                if i != j:
+                    total = total - P[i, k] * P[j, k] * (g[i] * g[j]).sum() / (d + eps)
+    return total
+
+
+def scaled_rows(g: Tensor, tasks: Sequence[int], how: str) -> Tensor:
+    """g_m / ||g_m|| (``unit``), or over the root mean square of its task's norms (``task_scale``).
+
+    A row whose divisor is zero stays zero; ``raw`` rows are as they are.
+    """
+    out = []
+    for m in range(len(g)):
+        members = [m] if how == "unit" else [j for j in range(len(g)) if tasks[j] == tasks[m]]
+        squares = [sum(float(x) ** 2 for x in g[j]) for j in members]
+        scale = 1.0 if how == "raw" else math.sqrt(sum(squares) / len(squares))
+        out.append(_f64(g[m]) / scale if scale > 0 else _f64(g[m]))
+    return torch.stack(out)
+
+
 def _aggregate(P: Tensor, g: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(G_k, d_k): the surrogate aggregate and the load of expert k (section 5)."""
     G = torch.zeros(g.shape[1], dtype=torch.float64)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
-from gar.methods.base import Method
+from gar.methods.base import Method, MethodState
 from gar.methods.update import Update
-from gar.objective import alignment_loss
+from gar.objective import accurate, alignment_loss, gram_matrix
+
+#: The key in the saved state: updates made so far.
+UPDATES = "updates"
 
 
 class GAR(Method):
@@ -17,6 +22,11 @@ class GAR(Method):
 
     ``L_norm`` is :func:`gar.alignment_loss` over the update's group gradients and group routing
     probabilities, summed over expert sites (paper, section "Training with First-Order Detached Alignment").
+
+    The defaults are the paper's form. ``gradients`` and ``probabilities`` put other rows into the same
+    objective; without ``self_pairs`` it is ``-sum_k sum_{i != j} p_ik p_jk <g_i, g_j> / (d_k + eps)``
+    (docs/top4.md has what each of them does). ``warmup`` lets the coefficient rise: it is
+    ``coefficient * min(1, u / warmup)`` in update u = 1, 2, …; the count is saved with checkpoints.
     """
 
     name: ClassVar[str] = "gar"
@@ -27,23 +37,76 @@ class GAR(Method):
     coefficient: float = Field(1e-3, ge=0, description="lambda; 0 is exactly Baseline")
     objective: Literal["load_normalized", "numerator_only"] = "load_normalized"
     entropy_weight: float = Field(0.0, ge=0, description="tau of the added sum p log p")
+    gradients: Literal["raw", "unit", "task_scale"] = Field(
+        "raw", description="g_m as it is, of length 1, or over the root mean square length of its task's"
+    )
+    probabilities: Literal["gates", "softmax"] = Field(
+        "gates", description="p_m from the configured gates, or from the softmax over all experts"
+    )
+    self_pairs: bool = Field(
+        True, description="whether a group's pair with itself, p_mk^2 |g_m|^2 / d_k, counts in the objective"
+    )
+    warmup: int = Field(0, ge=0, description="updates over which the coefficient rises from 0")
 
     @property
     def observes(self) -> frozenset[str]:
         return frozenset({"routing", "gradients"}) if self.coefficient else frozenset()
 
+    def initial_state(self, model: nn.Module) -> MethodState | None:
+        if not (self.warmup and self.coefficient):
+            return None
+        device = next(model.parameters()).device
+        return {UPDATES: torch.zeros((), dtype=torch.int64, device=device)}
+
     def router_loss(self, update: Update) -> Tensor | None:
         if not self.coefficient:
             return None
-        return self.coefficient * sum(
+        total = sum(
             (
-                alignment_loss(
-                    site.probabilities(),
-                    site.gradients(),
-                    normalize=self.objective == "load_normalized",
-                    entropy_weight=self.entropy_weight,
+                self.loss(
+                    site.probabilities(soft=self.probabilities == "softmax"),
+                    self.scaled(site.gradients(), update),
                 )
                 for site in update.sites
             ),
             start=update.zero,
         )
+        return self.strength(update) * total
+
+    def loss(self, p: Tensor, rows: Tensor) -> Tensor:
+        """The objective of one site from ``p_m`` [M, E] and observations [M, d]."""
+        gram = None
+        if not self.self_pairs:
+            gram = gram_matrix(accurate(rows))
+            gram = gram - gram.diagonal().diag_embed()
+        return alignment_loss(
+            p,
+            rows if gram is None else None,
+            gram=gram,
+            normalize=self.objective == "load_normalized",
+            entropy_weight=self.entropy_weight,
+        )
+
+    def strength(self, update: Update) -> float | Tensor:
+        """What the coefficient is in this update; on the device while it may still rise."""
+        if not self.warmup:
+            return self.coefficient
+        number: Tensor = update.state[UPDATES].double() + 1
+        return self.coefficient * (number / self.warmup).clamp(max=1)
+
+    def after_step(self, update: Update) -> None:
+        if update.state is not None:
+            update.state[UPDATES].add_(1)
+
+    def scaled(self, rows: Tensor, update: Update) -> Tensor:
+        """The observations [M, d] as ``gradients`` asks for them; a zero row stays one."""
+        if self.gradients == "raw":
+            return rows
+        # Squares of tiny float32 gradients would underflow.
+        length = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+        if self.gradients == "task_scale":
+            member = one_hot(update.tasks.to(rows.device), update.task_count).to(length)
+            mean = (member.T @ length.square()) / member.sum(0).clamp(min=1)
+            length = (member @ mean).sqrt()
+        length = length.to(rows.dtype).unsqueeze(1)
+        return rows / torch.where(length > 0, length, torch.ones_like(length))

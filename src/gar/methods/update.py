@@ -68,9 +68,10 @@ class PassSite:
         grouping, weights = self.weights.grouping, self.weights.sample_weights
         return grouping.spread(weights / grouping.sizes.to(weights.device))
 
-    def probabilities(self) -> Tensor:
-        """``p_m`` [M, E]."""
-        return self.weights.grouping.mean(self.detached_routing().example_gates())
+    def probabilities(self, soft: bool = False) -> Tensor:
+        """``p_m`` [M, E]; ``soft``: of the softmax over all experts in place of the configured gates."""
+        routing = self.detached_routing()
+        return self.weights.grouping.mean((routing.soft() if soft else routing).example_gates())
 
     def selections(self) -> Tensor:
         """How often the forward chose each expert in each group, int64 [M, E]: k times a valid unit."""
@@ -146,9 +147,9 @@ class UpdateSite:
     def bank(self) -> RoutedExperts:
         return self.parts[0].bank
 
-    def probabilities(self) -> Tensor:
-        """``p_m`` [M, E] of all groups, differentiable in the router alone."""
-        return torch.cat([part.probabilities() for part in self.parts])
+    def probabilities(self, soft: bool = False) -> Tensor:
+        """``p_m`` [M, E] of all groups, differentiable in the router alone; see :class:`PassSite`."""
+        return torch.cat([part.probabilities(soft) for part in self.parts])
 
     def gradients(self) -> Tensor:
         """``g_m`` [M, d] of all groups, detached."""
