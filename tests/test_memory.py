@@ -304,7 +304,7 @@ def test_a_gpu_that_runs_out_of_memory() -> None:
         assert said
         assert 1024 <= (updater.limit.tokens or 0) < fits
         del updater
-        module._empty_cache()
+        module.release_memory()
         whole = updater_with(None, [])
         with pytest.raises(OutOfMemory, match=r"^update 1: out of memory on cuda:0 \(CUDA out of memory"):
             list(whole.limit.explaining(whole.block(0, 3), 0, whole.model))

@@ -98,16 +98,21 @@ class FFNExperts(Experts):
         assert hidden_grad is not None
         units, weight = call.gates.shape[:-1], _slot_gates(accurate(call.gates), pairs)
         x, delta = call.x, accurate(call.delta)
-        dpre, mixed = (
-            _summed(values, by, pairs).reshape(*units, -1)
-            for values, by in ((hidden_grad, pairs.filled.to(weight.dtype)), (hidden, weight))
-        )
-        # Products of what the forward rounded take their other factor rounded alike; their sums are float32.
-        slots = {
-            "W1": Factors(dpre, x.to(dpre.dtype)),
-            "W2": Factors(delta.to(mixed.dtype), mixed),
-            "b1": Factors(dpre, None),
-        }
+        if hidden.dtype.itemsize < 4:
+            # Pair by pair: nothing that was rounded is rounded again, and it is quicker than a sum first.
+            there = pairs.filled.to(hidden.dtype).reshape(*units, -1, 1)
+            pulled = x.new_empty(*there.shape[:-1], delta.shape[-1], dtype=hidden.dtype)
+            torch.mul(weight.reshape(there.shape), delta.unsqueeze(-2), out=pulled)
+            terms = [x.to(hidden.dtype).unsqueeze(-2) * there, there, pulled]
+            shown, there, pulled = (term.flatten(1, 2) for term in terms)
+            dpre, mixed = (t[pairs.slots].reshape(units[0], -1, t.shape[1]) for t in (hidden_grad, hidden))
+            slots = {"W1": Factors(dpre, shown), "W2": Factors(pulled, mixed), "b1": Factors(dpre, there)}
+        else:
+            dpre, mixed = (
+                _summed(values, by, pairs).reshape(*units, -1)
+                for values, by in ((hidden_grad, pairs.filled.to(weight.dtype)), (hidden, weight))
+            )
+            slots = {"W1": Factors(dpre, accurate(x)), "W2": Factors(delta, mixed), "b1": Factors(dpre, None)}
         slots["b2"] = Factors(delta * weight.sum(1).reshape(*units, 1), None)
         return {slot: slots[slot] for slot in self.slots}
 
@@ -178,10 +183,8 @@ def _slot_gates(gates: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _summed(values: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-    """:meth:`Pairs.sum` as one kernel, in the values' dtype: nothing of their size is written in between."""
-    return functional.embedding_bag(
-        pairs.slots, values, mode="sum", per_sample_weights=weight.to(values.dtype)
-    )
+    """:meth:`Pairs.sum` of wide values as one kernel: nothing of their size is written in between."""
+    return functional.embedding_bag(pairs.slots, values, mode="sum", per_sample_weights=weight)
 
 
 class RoutedFFN(RoutedExperts):

@@ -35,6 +35,7 @@ from gar.runs.names import CHECKPOINTS, FAILURE, LOCK, LOG, MODEL
 from gar.runs.packing import pack, unpack
 from gar.sweeps.executors import Job
 from gar.training import Hooks, Interrupted, OutOfMemory, Shared, TrainingFailure, train_from_config
+from gar.training.memory import release_memory
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -81,6 +82,7 @@ def run_job(job: Job, emit: Emit = lambda event: None, shared: Shared | None = N
         if not expected:
             traceback.print_exc()
         outcome = {"kind": "failed", **_record(job.out, error), "healthy": expected}
+    release_memory()  # of the run's graphs, for one: several workers share a GPU
     return {**outcome, "seconds": time.monotonic() - began}
 
 

@@ -21,7 +21,7 @@ from gar.sweeps import _process, store
 from gar.sweeps.executors import ENDS, THREAD_VARIABLES, Closing, Event, Job, available_cores, threads_of
 
 #: Runs on cached features that fill one GPU, each in a process of its own: while one starts, is measured or
-#: plans its next updates, another computes. More of them only take turns.
+#: plans its next updates, another computes. More of them only take turns (docs/benchmarks.md).
 RUNS_PER_GPU = 3
 #: Free memory of a GPU that each of them needs: its CUDA context, its features, its graphs.
 MEMORY_OF_A_RUN = 12 << 30

@@ -85,7 +85,7 @@ class PassLimit:
                 if not self.auto or tokens is None:
                     raise
             # Outside of the handler: the error's traceback holds the tensors of the failed pass.
-            _empty_cache()
+            release_memory()
             self.tokens = power_of_two_below(tokens)
             self._message(
                 f"max_tokens_per_pass: a pass of {tokens} padded tokens does not fit ({reason}); "
@@ -140,7 +140,7 @@ def fitting_tokens(updater: Trained) -> int:
         two = peak(2)
     except torch.OutOfMemoryError:  # the update itself says whether one group fits
         _forget(updater)
-        _empty_cache()
+        release_memory()
         return min(ceiling, power_of_two_below(2 * tokens))
     slope = max(1, two - one) / tokens
     # AdamW's two moments come with the first step.
@@ -192,9 +192,10 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
-def _empty_cache() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
+def release_memory() -> None:
+    """Give back what torch holds of GPUs and does not use: another process there could not have it."""
+    if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
