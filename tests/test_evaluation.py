@@ -132,6 +132,8 @@ def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: i
     ]
     bar = g.mean(0)
     inter = np.mean([cosine(bar[i], bar[j]) for i, j in combinations(range(E), 2)]) if E > 1 else 0.0
+    whole, observed = [g[t].ravel() for t in range(T)], [sum(g[t]) for t in range(T)]
+    pairs = list(combinations(range(T), 2))
     events = [(t, e) for t in range(T) for e in range(E) for _ in range(counts[t, e])]
     by, to = [t for t, _ in events], [e for _, e in events]
     trivial = T == 1 or len(set(to)) == 1
@@ -147,9 +149,13 @@ def expected_sections(model: MultiTaskModel, mixture: Mixture, probe_examples: i
         "normalized_entropy": entropy / math.log(E) if E > 1 else 0.0,
         "intra_expert_coherence": sum(intra) / len(intra),
         "inter_expert_similarity": inter,
+        "task_cosine": np.mean([cosine(whole[i], whole[j]) for i, j in pairs]) if pairs else 0.0,
+        "observed_cosine": np.mean([cosine(observed[i], observed[j]) for i, j in pairs]) if pairs else 0.0,
+        "task_conflict": np.mean([float(whole[i] @ whole[j] < 0) for i, j in pairs]) if pairs else 0.0,
         "load_by_task": by_task,
         "counts": {t.name: row for t, row in zip(tasks, counts, strict=True)},
         "gradient_norms": {t.name: row for t, row in zip(tasks, norms, strict=True)},
+        "task_cosines": {t.name: [cosine(a, b) for b in whole] for t, a in zip(tasks, whole, strict=True)},
     }
     return {"accuracy": {"macro": sum(accuracy.values()) / T, "tasks": accuracy}, "routing": routing}
 

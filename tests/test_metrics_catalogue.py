@@ -30,6 +30,7 @@ from support.tiny_runs import make_world, tree
 NUMBERS = [
     "load_variance", "utilization", "gradient_mass_purity", "structure_purity", "nmi", "ari", "entropy",
     "normalized_entropy", "intra_expert_coherence", "inter_expert_similarity",
+    "task_cosine", "observed_cosine", "task_conflict",
 ]  # fmt: skip
 PLUGIN = """
 from typing import ClassVar
@@ -77,6 +78,7 @@ def measured(seed: int, tasks: int, experts: int, examples: int = 5) -> Measured
         norms=np.linalg.norm(gradients, axis=2),
         by_expert=np.einsum("ted,sed->ets", gradients, gradients),
         between=means @ means.T,
+        observed=gradients.sum(1) @ gradients.sum(1).T,
     )
 
 

@@ -8,9 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gar.metrics import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
+from gar.metrics import (
+    gradient_mass_purity,
+    inter_expert_similarity,
+    intra_expert_coherence,
+    observed_cosine,
+    task_conflict,
+    task_cosine,
+    task_cosines,
+)
 
-COSINES = [intra_expert_coherence, inter_expert_similarity]
+COSINES = [intra_expert_coherence, inter_expert_similarity, task_cosine, observed_cosine]
 
 
 def slow_purity(norms):
@@ -51,6 +59,25 @@ def slow_inter(gradients):
     return total
 
 
+def slow_pairs(rows):
+    """The cosines of all pairs of rows, lists of numbers."""
+    return [slow_cosine(rows[i], rows[j]) for i in range(len(rows)) for j in range(i + 1, len(rows))]
+
+
+def slow_mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+def slow_whole(gradients):
+    """A task's gradients in all experts as one long row."""
+    return [[x for expert in task for x in expert] for task in gradients]
+
+
+def slow_observed(gradients):
+    """A task's gradients, added up over the experts."""
+    return [[sum(expert[k] for expert in task) for k in range(len(task[0]))] for task in gradients]
+
+
 def probe(seed, tasks=4, experts=3, d=7, zeros=0.0):
     generator = np.random.default_rng(seed)
     gradients = generator.normal(size=(tasks, experts, d)) + generator.normal(size=(1, 1, d))
@@ -59,8 +86,9 @@ def probe(seed, tasks=4, experts=3, d=7, zeros=0.0):
 
 
 def grams(gradients):
-    mean = gradients.mean(0)
-    return np.einsum("ied,jed->eij", gradients, gradients), mean @ mean.T
+    mean, total = gradients.mean(0), gradients.sum(1)
+    by_expert = np.einsum("ied,jed->eij", gradients, gradients)
+    return by_expert, mean @ mean.T, by_expert, total @ total.T
 
 
 norms = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
@@ -95,11 +123,18 @@ def test_purity_of_enormous_norms():
 def test_cosine_diagnostics_agree_with_loops_and_with_gram_matrices(shape, seed, zeros):
     tasks, experts, d = shape
     gradients = probe(seed, tasks, experts, d, zeros)
-    by_expert, of_means = grams(gradients)
+    by_expert, of_means, _, of_sums = grams(gradients)
     assert intra_expert_coherence(gradients) == pytest.approx(slow_intra(gradients), abs=1e-12)
     assert intra_expert_coherence(gram=by_expert) == pytest.approx(slow_intra(gradients), abs=1e-12)
     assert inter_expert_similarity(gradients) == pytest.approx(slow_inter(gradients), abs=1e-11)
     assert inter_expert_similarity(gram=of_means) == pytest.approx(slow_inter(gradients), abs=1e-11)
+    whole, observed = slow_pairs(slow_whole(gradients)), slow_pairs(slow_observed(gradients))
+    assert task_cosine(gradients) == pytest.approx(slow_mean(whole), abs=1e-12)
+    assert task_cosine(gram=by_expert) == pytest.approx(slow_mean(whole), abs=1e-12)
+    assert observed_cosine(gradients) == pytest.approx(slow_mean(observed), abs=1e-11)
+    assert observed_cosine(gram=of_sums) == pytest.approx(slow_mean(observed), abs=1e-11)
+    conflict = slow_mean([float(c < -1e-12) for c in whole])
+    assert task_conflict(gradients) == task_conflict(gram=by_expert) == pytest.approx(conflict)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-30, 1e-9, 1.0, 1e15, 1e160, 1e300])
@@ -165,6 +200,22 @@ def test_degenerate_probes():
         assert metric(0 * g) == 0.0
     assert intra_expert_coherence(gram=np.zeros((3, 4, 4))) == 0.0
     assert inter_expert_similarity(gram=np.zeros((3, 3))) == 0.0
+
+
+def test_tasks_in_conflict():
+    g = probe(9)[0]
+    assert task_cosine([g, g, -g]) == pytest.approx(-1 / 3)
+    assert task_conflict([g, g, -g]) == pytest.approx(2 / 3)
+    assert task_conflict([g, 0 * g]) == 0.0 == task_conflict([g]) == task_cosine([g]) == observed_cosine([g])
+    assert task_cosines([g, 0 * g]).tolist() == [[pytest.approx(1.0), 0.0], [0.0, 0.0]]
+    # Two experts that are pulled apart: the observation is zero, the gradients in the experts are not.
+    apart = np.stack([np.stack([g[0], -g[0]]), np.stack([g[0], -g[0]])])
+    assert observed_cosine(apart) == 0.0
+    assert task_cosine(apart) == pytest.approx(1.0)
+    # An expert that receives nearly all of the gradient decides, unlike in the mean over experts.
+    lopsided = np.stack([np.stack([1e3 * g[0], g[1]]), np.stack([1e3 * g[0], -g[1]])])
+    assert task_cosine(lopsided) > 0.99
+    assert intra_expert_coherence(lopsided) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_rounding_below_zero_on_the_diagonal_is_a_zero_gradient():

@@ -57,12 +57,13 @@ class GradientProbe:
     """Per task and expert gradients ``g_te``, as what the metrics need of them.
 
     ``norms`` [T, E]; ``by_expert`` [E, T, T] Gram matrices over tasks; ``between`` [E, E] Gram matrix of the
-    experts' mean gradients.
+    experts' mean gradients; ``observed`` [T, T] that of the tasks' gradients summed over experts.
     """
 
     norms: Array
     by_expert: Array
     between: Array
+    observed: Array
 
 
 def evaluate(
@@ -78,7 +79,7 @@ def evaluate(
 
     Returns the ``accuracy`` and ``routing`` sections of result.json: beside the summary numbers,
     ``routing.load_by_task``, ``routing.counts`` (the contingency table) and ``routing.gradient_norms``, each
-    ``{task: [E]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
+    ``{task: [E]}``, and ``routing.task_cosines``, ``{task: [T]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
     the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
     """
     options = options or EvaluationConfig()
@@ -223,13 +224,15 @@ def _grams(gradients: Sequence[Tensor]) -> GradientProbe:
     device = gradients[0].device
     by_expert = torch.zeros(experts, tasks, tasks, dtype=torch.float64, device=device)
     between = torch.zeros(experts, experts, dtype=torch.float64, device=device)
+    observed = torch.zeros(tasks, tasks, dtype=torch.float64, device=device)
     for start in range(0, size, BLOCK):
         block = torch.stack([rows[:, start : start + BLOCK].double() for rows in gradients])
         by_expert += torch.einsum("ted,sed->ets", block, block)
-        mean = block.mean(0)
+        mean, total = block.mean(0), block.sum(1)
         between += mean @ mean.T
+        observed += total @ total.T
     norms = by_expert.diagonal(dim1=1, dim2=2).sqrt().T
-    return GradientProbe(norms.cpu().numpy(), by_expert.cpu().numpy(), between.cpu().numpy())
+    return GradientProbe(*(part.cpu().numpy() for part in (norms, by_expert, between, observed)))
 
 
 def _check_finite(finite: Sequence[Tensor], mixture: Mixture, what: str) -> None:
@@ -263,7 +266,9 @@ def routing_summary(
     pooled = np.concatenate(forward.example_gates)
     load = model.site.load(pooled, forward.counts.sum(0))
     by_task = map(model.site.load, forward.example_gates, forward.counts)
-    arrays = Measured(load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between)
+    arrays = Measured(
+        load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between, probe.observed
+    )
     return {
         "load": load.tolist(),
         **metrics.summarize(arrays),
@@ -273,6 +278,7 @@ def routing_summary(
                 ("load_by_task", by_task),
                 ("counts", forward.counts),
                 ("gradient_norms", probe.norms),
+                ("task_cosines", metrics.task_cosines(gram=probe.by_expert)),
             )
         },
     }

@@ -10,7 +10,15 @@ that make no sense (wrong shape, empty, negative, not finite) raise ``ValueError
 from gar.metrics.accuracy import TASK_METRICS, accuracy, f1, macro_accuracy, matthews_correlation
 from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
 from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, register, summarize
-from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
+from gar.metrics.gradient import (
+    gradient_mass_purity,
+    inter_expert_similarity,
+    intra_expert_coherence,
+    observed_cosine,
+    task_conflict,
+    task_cosine,
+    task_cosines,
+)
 from gar.metrics.load import describe_collapse, load_variance, routing_entropy, utilization
 from gar.metrics.statistics import (
     PairedDifference,
@@ -38,6 +46,7 @@ __all__ = [
     "macro_accuracy",
     "matthews_correlation",
     "normalized_mutual_information",
+    "observed_cosine",
     "paired_difference",
     "pareto_front",
     "population_std",
@@ -46,5 +55,8 @@ __all__ = [
     "seed_means",
     "structure_purity",
     "summarize",
+    "task_conflict",
+    "task_cosine",
+    "task_cosines",
     "utilization",
 ]

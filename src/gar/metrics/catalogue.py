@@ -17,7 +17,14 @@ from typing import Any
 from gar.errors import UserError
 from gar.metrics._arrays import Floats
 from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
-from gar.metrics.gradient import gradient_mass_purity, inter_expert_similarity, intra_expert_coherence
+from gar.metrics.gradient import (
+    gradient_mass_purity,
+    inter_expert_similarity,
+    intra_expert_coherence,
+    observed_cosine,
+    task_conflict,
+    task_cosine,
+)
 from gar.metrics.load import load_variance, routing_entropy, utilization
 
 Bounds = tuple[float, float]
@@ -30,7 +37,7 @@ class Measured:
     ``load`` [E] sums to 1; ``counts`` [T, E] are selection events, in int64, all else is in float64;
     ``gates`` [N, E] are each example's; ``norms`` [T, E] the lengths of the tasks' expert gradients,
     ``by_expert`` [E, T, T] their inner products within an expert, ``between`` [E, E] those of the experts'
-    mean gradients.
+    mean gradients, ``observed`` [T, T] those of the tasks' gradients summed over the experts.
     """
 
     load: Floats
@@ -39,6 +46,7 @@ class Measured:
     norms: Floats
     by_expert: Floats
     between: Floats
+    observed: Floats
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,13 @@ METRICS: dict[str, Metric] = {
                lambda m: inter_expert_similarity(gram=m.between), paper="inter_similarity",
                bounds=lambda tasks, experts: (-1 / (experts - 1) if experts > 1 else 0, 1),
                meaning="cosine of gradients between experts"),
+        Metric("task_cosine", "cosine between tasks", lambda m: task_cosine(gram=m.by_expert),
+               bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1), listed=False,
+               meaning="of the tasks' gradients in all experts; below 0: conflict"),
+        Metric("observed_cosine", "cosine between observations", lambda m: observed_cosine(gram=m.observed),
+               bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1), listed=False),
+        Metric("task_conflict", "task pairs in conflict", lambda m: task_conflict(gram=m.by_expert),
+               bounds=(0, 1), listed=False),
         Metric("step_seconds", "time per update", better=-1, bounds=(0, math.inf), digits=1, scale=1000,
                unit="ms", where="timing.step_seconds_mean", listed=False),
         Metric("updates_per_second", "updates per second", better=1, bounds=(0, math.inf), digits=2,
@@ -166,7 +181,7 @@ OBJECTIVES: Mapping[str, str] = {
     "load_variance": "load_variance",
 }
 
-_OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms"})
+_OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms", "task_cosines"})
 
 
 def register(metric: Metric) -> Metric:

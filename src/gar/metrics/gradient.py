@@ -83,6 +83,65 @@ def inter_expert_similarity(gradients: Values | None = None, *, gram: Values | N
     return _pair_mean(_cosine_matrix(np.stack(means)))
 
 
+def task_cosines(gradients: Values | None = None, *, gram: Values | None = None) -> Floats:
+    """Cosines [T, T] between the tasks' gradients in all experts together.
+
+    ``gradients`` [T, E, d] are read as T rows of E d numbers; ``gram`` [E, T, T] as in
+    :func:`intra_expert_coherence`, whose sum over experts holds the inner products of these rows. An expert
+    that receives more gradient counts more, unlike there. Range: -1 to 1. The paper has no such number.
+
+    Degenerate: cosines with a zero row are 0, on the diagonal too.
+
+    >>> task_cosines([[[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]]).round(3).tolist()
+    [[1.0, 0.5], [0.5, 1.0]]
+    """
+    if gram is not None:
+        _one_of(gradients)
+        return _cosines_of_gram(real(gram, "gram", "E", "T", "T").sum(0))
+    rows = real(_probe(gradients), "gradients", "T", "E", "d")
+    return _cosine_matrix(rows.reshape(len(rows), -1))
+
+
+def task_cosine(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Mean over task pairs of :func:`task_cosines`: how far the tasks pull the experts in one direction.
+
+    Range: ``-1/(T-1)`` to 1; below 0 the tasks are in conflict on the whole. Degenerate: one task (no pair)
+    gives 0.
+
+    >>> task_cosine([[[1.0, 0.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
+    -1.0
+    """
+    return _pair_mean(task_cosines(gradients, gram=gram))
+
+
+def task_conflict(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Share of the task pairs whose cosine in :func:`task_cosines` is negative.
+
+    Range: 0 to 1, a multiple of one over the number of pairs. Degenerate: one task (no pair) gives 0.
+
+    >>> task_conflict([[[1.0, 0.0]], [[-1.0, 0.1]], [[0.5, 1.0]]])  # 1 and 2, 2 and 3
+    0.6666666666666666
+    """
+    return _pair_mean((task_cosines(gradients, gram=gram) < 0).astype(float))
+
+
+def observed_cosine(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Mean cosine over task pairs of ``g_t = sum_e g_te``, the observation that the objective reads.
+
+    ``gradients`` [T, E, d], or ``gram`` [T, T], the inner products of the ``g_t``. All experts share one
+    parameter template, so their gradients are added entry by entry. Range: ``-1/(T-1)`` to 1. Degenerate: a
+    pair with a zero ``g_t`` counts 0; one task (no pair) gives 0.
+
+    >>> observed_cosine([[[1.0, 0.0], [1.0, 0.0]], [[2.0, 0.0], [-1.0, 0.0]]])
+    1.0
+    """
+    if gram is not None:
+        _one_of(gradients)
+        return _pair_mean(_cosines_of_gram(real(gram, "gram", "T", "T")))
+    rows = real(_probe(gradients), "gradients", "T", "E", "d")
+    return _pair_mean(_cosine_matrix((rows / (np.abs(rows).max() or 1.0)).sum(1)))
+
+
 def _one_of(gradients: Values | None) -> None:
     if gradients is not None:
         raise ValueError("give either gradients or gram=, not both")
