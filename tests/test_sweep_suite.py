@@ -27,6 +27,19 @@ SHIPPED = {
     "bigbench": 4 * METHODS * SEEDS,
     "evidence_top4": 2 * 20 * SEEDS,
 }
+EVIDENCE = {  # runs and seeds
+    "evidence_frozen": (2 * 3 * METHODS * 10, 10),
+    "evidence_torchjd": (6 * 10, 10),
+    "evidence_trained": (3 * 3 * 5, 5),
+    "evidence_trained_ffn": (2 * 5, 5),
+    "evidence_trained_others": (2 * 4 * 5, 5),
+    "evidence_single": (2 * 5 * 3 * 5, 5),
+    "evidence_coefficients": (2 * 7 * 10, 10),
+    "evidence_denominator": (2 * 5 * 10, 10),
+    "evidence_pairs": ((55 + 11) * 3 * 5, 5),
+    "evidence_roberta": (4 * 5 * 5, 5),
+    "evidence_deberta": (4 * 5 * 5, 5),
+}
 INLINE = {
     "backbone": {"name": "somewhere/model"},
     "optimizer": {"learning_rate": 0.5},
@@ -50,7 +63,7 @@ def refusal(**tree: Any) -> str:
 
 
 def test_every_packaged_suite_is_known_here() -> None:
-    assert set(shipped()) == set(SHIPPED)
+    assert set(shipped()) == set(SHIPPED) | set(EVIDENCE)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -65,6 +78,33 @@ def test_packaged_suites_expand(name: str) -> None:
         assert tree["preset"] or name.startswith("evidence")
         assert tree["seed"] == run.seed
         assert re.fullmatch(r"[^/]+/[^/]+/[^/]+/seed-\d+", run.id)
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_the_evidence_is_ordered_by_seed(name: str) -> None:
+    """Whenever it is interrupted, all methods have the same seeds but for those of one."""
+    found = load_suite(name)
+    runs = list(found.runs())
+    count, seeds = EVIDENCE[name]
+    assert len(runs) == len(found) == len({run.id for run in runs}) == count
+    assert [run.seed for run in runs] == sorted(seed for _ in range(count // seeds) for seed in range(seeds))
+    for combination in {run.combination.id: run.combination for run in runs}.values():
+        if combination.base["method"]["name"] == "torchjd":
+            pytest.importorskip("quadprog")  # the extra [torchjd] brings it
+        tree = combination.tree  # a valid configuration
+        assert tree["mixture"]["batch_size"] in (16, 32)
+        assert tree["mixture"]["max_validation_examples"] == 2000
+        assert tree["backbone"]["max_length"] == 128
+
+
+def test_runs_of_one_id_are_one_run_in_all_of_the_evidence() -> None:
+    """Stored lines of all suites stand in one table."""
+    digests: dict[str, set[str]] = {}
+    for name in set(EVIDENCE) - {"evidence_torchjd"}:
+        for combination in load_suite(name).combinations():
+            digests.setdefault(combination.id, set()).add(combination.digest)
+    assert all(len(found) == 1 for found in digests.values())
+    assert len(load_suite("evidence_pairs").mixtures("pairs_top1")) == 66
 
 
 def test_the_sweeps_vary_the_coefficient_alone() -> None:
@@ -207,3 +247,88 @@ def _error(tree: dict[str, Any]) -> str:
     with pytest.raises(UserError) as caught:
         build_suite(tree, "test", Path.cwd())
     return str(caught.value)
+
+
+# ---------------------------------------------------------------------- a part of a suite, chosen values
+
+
+def test_restricted_to_some_names() -> None:
+    found = suite(mixtures=["five", "six"], methods=["baseline", "gar"], seeds=2)
+    part = found.restricted(mixtures=["six"], methods=["gar"])
+    assert ids(part) == ["own/six/gar/seed-0", "own/six/gar/seed-1"]
+    assert len(part) == 2
+    assert part.name == "test,six,gar"  # its plan stands beside that of the whole
+    assert ids(found.restricted()) == ids(found)
+    with pytest.raises(UserError, match=r"--mixture.*'sixx'.*'six'"):
+        found.restricted(mixtures=["sixx"])
+    with pytest.raises(UserError, match="--method"):
+        found.restricted(methods=["stgc"])
+
+
+def test_seeds_are_the_outer_loop_where_asked() -> None:
+    tree: dict[str, Any] = {"mixtures": ["five", "six"], "methods": ["baseline", "gar"], "seeds": 2}
+    by_seed, usual = suite(order="seed", **tree), suite(**tree)
+    assert sorted(ids(by_seed)) == sorted(ids(usual))
+    assert [run.seed for run in by_seed.runs()] == [0] * 4 + [1] * 4
+    assert {c.id: c.digest for c in by_seed.combinations()} == {c.id: c.digest for c in usual.combinations()}
+    assert "order" in refusal(order="seeds")
+
+
+def choose(directory: Path, place: str, method: str, rate: float, **fields: Any) -> None:
+    path = directory / place / "chosen.yaml"
+    path.parent.mkdir(parents=True)
+    optimizer = {"learning_rate": rate, "clip": 0.7, "weight_decay": 0.04, "updates": 500}
+    path.write_text(yaml.safe_dump({"method": {"name": method, **fields}, "optimizer": optimizer}))
+
+
+def test_chosen_values_are_the_search_s_and_all_else_is_the_suite_s(tmp_path: Path) -> None:
+    choose(tmp_path, "own/five/baseline", "baseline", 0.01)
+    choose(tmp_path, "own/five/gar", "gar", 0.02, coefficient=0.005, objective="numerator_only")
+    choose(tmp_path, "own/six/gar", "gar", 0.03, coefficient=0.006)
+    methods = {"baseline": "baseline", "gar": "gar", "fixed": {"name": "gar", "coefficient": 0.5},
+               "upgrad": {"name": "cagrad", "c": 0.25}}  # fmt: skip
+    found = suite(
+        mixtures=["five", "six"],
+        methods=methods,
+        set={"optimizer.updates": 7},
+        chosen_from={"mixtures": {"six": "five"}, "methods": {"fixed": "gar", "upgrad": "baseline"}},
+    ).with_chosen(tmp_path)
+    trees = {c.id: c.tree for c in found.combinations()}
+    rates = {name: tree["optimizer"]["learning_rate"] for name, tree in trees.items()}
+    assert rates == {
+        "own/five/baseline": 0.01, "own/five/gar": 0.02, "own/five/fixed": 0.02, "own/five/upgrad": 0.01,
+        # six has a search of its own for GAR alone
+        "own/six/baseline": 0.01, "own/six/gar": 0.03, "own/six/fixed": 0.03, "own/six/upgrad": 0.01,
+    }  # fmt: skip
+    for tree in trees.values():
+        assert (tree["optimizer"]["clip"], tree["optimizer"]["weight_decay"]) == (0.7, 0.04)
+        assert tree["optimizer"]["updates"] == 7
+        assert tree["mixture"]["batch_size"] == 4
+    assert trees["own/five/gar"]["method"]["coefficient"] == 0.005
+    assert trees["own/five/gar"]["method"]["objective"] == "load_normalized"  # it is not searched
+    assert trees["own/five/fixed"]["method"]["coefficient"] == 0.5
+    assert trees["own/five/upgrad"]["method"]["c"] == 0.25
+    won = found.replace({"optimizer.learning_rate": 0.9})
+    assert {c.tree["optimizer"]["learning_rate"] for c in won.combinations()} == {0.9}
+
+
+def test_a_missing_choice_is_said_before_anything_runs(tmp_path: Path) -> None:
+    choose(tmp_path, "own/five/baseline", "baseline", 0.01)
+    found = suite(mixtures=["five"], methods=["baseline", "gar", "stgc"])
+    with pytest.raises(UserError, match=r"own/five/gar/chosen.yaml and 1 more; .*chosen_from"):
+        found.with_chosen(tmp_path)
+    part = found.restricted(methods=["baseline"]).with_chosen(tmp_path)
+    assert [c.tree["optimizer"]["learning_rate"] for c in part.combinations()] == [0.01]
+    (tmp_path / "own/five/baseline/chosen.yaml").write_text(
+        "method: {name: baseline}\noptimizer: {clip: 1}\n"
+    )
+    with pytest.raises(UserError, match="learning_rate"):
+        found.restricted(methods=["baseline"]).with_chosen(tmp_path)
+
+
+def test_a_preset_with_chosen_values_is_no_preset(tmp_path: Path) -> None:
+    choose(tmp_path, "roberta_head/five/gar", "gar", 0.02, coefficient=0.005)
+    found = load_suite("paper_head").restricted(mixtures=["five"], methods=["gar"]).with_chosen(tmp_path)
+    (combination,) = found.combinations()
+    assert combination.tree["preset"] is None
+    assert combination.tree["method"]["coefficient"] == 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gar.cli.options import DataDirOption, Format, FormatOption, Overrides, configured
-from gar.data import TaskReport, describe_mixture, load_mixture, registry
+from gar.data import TaskReport, describe_mixture, export, load_mixture, registry
 
 if TYPE_CHECKING:
     from gar.data import Mixture, SplitReport
@@ -73,6 +74,25 @@ def check(
         print(json.dumps(tree, indent=2, ensure_ascii=False))
     else:
         _print(mixture, list(reports), max_length)
+
+
+@app.command("export")
+def export_files(
+    what: Annotated[
+        str, typer.Argument(metavar="FILE|MIXTURE|PRESET", help="A YAML file, a mixture, task or preset.")
+    ],
+    out: Annotated[Path, typer.Option(help="Gets <task>/{train,validation}.jsonl.gz.")],
+    overrides: Overrides = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Write a mixture's examples as files for --data-dir, for a machine that cannot fetch them.
+
+    gar data export bigbench_five --out files mixture.max_train_examples=5000
+    """
+    config = configured(what, overrides, data_dir=data_dir)
+    mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
+    for path, rows in export(mixture, out).items():
+        print(f"{path}: {rows} rows")
 
 
 def _print(mixture: Mixture, reports: list[TaskReport], max_length: int) -> None:

@@ -53,6 +53,12 @@ DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:
 DataDirOption = Annotated[
     Path | None, typer.Option(help="DIR/<task>/{train,validation}.jsonl[.gz] in place of the hub.")
 ]
+SettingFilter = Annotated[
+    list[str] | None, typer.Option(help="Only this setting of the suite; may be repeated.")
+]
+MixtureFilter = Annotated[
+    list[str] | None, typer.Option(help="Only this mixture of the suite; may be repeated.")
+]
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Compute the frozen prefix anew for every batch.")
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gar.cli.options import DataDirOption, DeviceOption, option_overrides
+from gar.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    MixtureFilter,
+    SettingFilter,
+    option_overrides,
+)
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
 from gar.errors import UserError, path_kind
-from gar.presets.catalogue import resolve_config
+from gar.presets.catalogue import METHOD_FIELDS, resolve_config
 from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import GpuUse, LocalExecutor, fitting_jobs
@@ -42,6 +49,8 @@ def search(
     method: Annotated[
         list[str] | None, typer.Option(help="Method to search; may be repeated. Default: those of WHAT.")
     ] = None,
+    setting: SettingFilter = None,
+    mixture: MixtureFilter = None,
     out: Annotated[
         Path, typer.Option(help="Where candidates and choices go; start again there to go on.")
     ] = Path("search"),
@@ -66,7 +75,7 @@ def search(
     """
     changes = {**parse_overrides(overrides or []), **option_overrides(device=device, data_dir=data_dir)}
     budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
-    comparisons = list(_comparisons(what, changes, method))
+    comparisons = list(_comparisons(what, changes, method, setting or (), mixture or ()))
     for _, _, methods, _ in comparisons:
         for name in methods:
             space(name)
@@ -80,11 +89,11 @@ def search(
             View(0) as view,
         ):
             measure = sweeping(out, executor, stopping, view)
-            for setting, mixture, methods, bases in comparisons:
+            for place, subject, methods, bases in comparisons:
                 for found in search_methods(
-                    bases, methods, measure, out, setting, mixture, seed=seed, budget=budget
+                    bases, methods, measure, out, place, subject, seed=seed, budget=budget
                 ):
-                    path = f"{setting}/{mixture}/{found.method}"
+                    path = f"{place}/{subject}/{found.method}"
                     view.say(f"chosen for {path}: accuracy {found.score:.4f} on the probe")
                     console.print(_table(path, found))
                     console.print(f"gar train {out / path / 'chosen.yaml'}", soft_wrap=True)
@@ -93,8 +102,16 @@ def search(
         raise typer.Exit(1) from None
 
 
-def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) -> Iterator[Comparison]:
+def _comparisons(
+    what: str,
+    changes: dict[str, Any],
+    methods: list[str] | None,
+    settings: Sequence[str],
+    mixtures: Sequence[str],
+) -> Iterator[Comparison]:
     if not _is_suite(what):
+        if settings or mixtures:
+            raise UserError(f"--setting and --mixture choose from a suite, but {what} is one configuration")
         config = resolve_config(what, changes)
         name = path_part(resolve(config.mixture)[0])
         setting = Path(what).stem if Path(what).suffix else config.backbone.name.rstrip("/").split("/")[-1]
@@ -108,10 +125,14 @@ def _comparisons(what: str, changes: dict[str, Any], methods: list[str] | None) 
     suite = load_suite(what).replace(changes)
     if suite.file.overrides:
         raise UserError(f"{what}: has overrides, which a search does not expand; expected a suite without")
-    for setting in suite.file.settings:
-        for mixture in suite.mixtures(setting):
-            wanted = methods or suite.methods(setting, mixture)
-            yield setting, mixture, wanted, _suite_bases(suite, setting, mixture)
+    suite = suite.restricted(settings, mixtures)
+    for setting, mixture in dict.fromkeys((setting, mixture) for setting, mixture, _ in suite.cells()):
+        if not (wanted := methods):
+            own = suite.methods(setting, mixture)
+            wanted = [name for name in own if name in METHOD_FIELDS]
+            if passed := [name for name in own if name not in METHOD_FIELDS]:
+                print(f"{setting}/{mixture}: not searched, no ranges: {', '.join(passed)}", file=sys.stderr)
+        yield setting, mixture, wanted, _suite_bases(suite, setting, mixture)
 
 
 def _is_suite(what: str) -> bool:

@@ -13,13 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from gar.cli.options import DataDirOption, DeviceOption, Format, FormatOption, option_overrides
+from gar.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    Format,
+    FormatOption,
+    MixtureFilter,
+    SettingFilter,
+    option_overrides,
+)
 from gar.runs import State
 from gar.sweeps.executors import available_cores
 from gar.sweeps.local import LocalExecutor, fitting_jobs
 from gar.sweeps.progress import duration
 from gar.sweeps.ray import RayExecutor
 from gar.sweeps.store import SWEEP
+from gar.sweeps.stored import Store, collect
 from gar.sweeps.suite import Suite, load_suite, shipped
 from gar.sweeps.sweep import Plan, Status, make_plan, read_status, run_sweep
 
@@ -67,6 +76,25 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan and an estimate.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
+    chosen: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Take the hyper-parameters that `gar search` chose, from its --out."
+        ),
+    ] = None,
+    store_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="FILE.csv",
+            help="Keep a line of every finished run there; runs that it has already are not run again.",
+        ),
+    ] = None,
+    setting: SettingFilter = None,
+    mixture: MixtureFilter = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Only runs with this method of the suite; may be repeated.")
+    ] = None,
     no_models: Annotated[
         bool, typer.Option("--no-models", help="Keep results, not the trained models.")
     ] = False,
@@ -88,9 +116,14 @@ def run(
 
     Exit code: 0 all finished, 1 some failed, 130 interrupted after checkpoints.
     """
-    chosen = option_overrides(device=device, data_dir=data_dir)
-    found = load_suite(suite, overrides or []).replace(chosen)
-    plan = make_plan(found, out, retry_failed)
+    options = option_overrides(device=device, data_dir=data_dir)
+    found = load_suite(suite, overrides or []).replace(options)
+    if setting or mixture or method:
+        found = found.restricted(setting or (), mixture or (), method or ())
+    if chosen is not None:
+        found = found.with_chosen(chosen)
+    keep = None if store_file is None else Store(store_file)
+    plan = make_plan(found, out, retry_failed, keep)
     console = Console(stderr=not dry_run)
     here = jobs or (1 if executor is Where.ray else fitting_jobs(plan.uses))
     _show_plan(console, found, plan, here)
@@ -122,6 +155,21 @@ def status(
         print(json.dumps(_status_tree(found), indent=2))
     else:
         _show_status(Console(), found)
+
+
+@app.command("collect")
+def collect_runs(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="DIR|FILE.csv...", help="Directories of sweeps, or stored files.")
+    ],
+    store_file: Annotated[
+        Path, typer.Option("--store", metavar="FILE.csv", help="Where the lines go, beside those it has.")
+    ],
+) -> None:
+    """Keep a line of every finished run below directories, and the lines of other such files, in one file."""
+    keep = Store(store_file)
+    new = collect(sources, keep)
+    print(f"{store_file}: {len(keep.lines)} runs, {new} of them new")
 
 
 @app.command("ls")

@@ -17,6 +17,7 @@ from gar.data._describe import (
 from gar.data._identity import contents, identity
 from gar.data._permutation import fixed_permutation
 from gar.data.check import TaskFacts, check_mixture
+from gar.data.export import export
 from gar.data.load import load, load_mixture, load_task, read_texts
 from gar.data.paths import cache_root
 from gar.data.probe import probe_mixture, probe_task, selection_mixture
@@ -36,6 +37,7 @@ __all__ = [
     "contents",
     "describe_mixture",
     "encode_lengths",
+    "export",
     "find_mixture",
     "find_task",
     "fixed_permutation",

@@ -104,7 +104,8 @@ def load_task(
 ) -> Task:
     """Read and check one task.
 
-    ``data_dir`` replaces the hub by ``DIR/<task>/{train,validation}.jsonl[.gz]``. The maxima take the first
+    ``data_dir`` replaces the hub by ``DIR/<task>/{train,validation}.jsonl[.gz]``, and BIG-bench for the tasks
+    that it has. The maxima take the first
     examples of a fixed shuffle, so a smaller sample is part of a larger one.
     """
     entry = find_task(task) if isinstance(task, str) else task
@@ -154,9 +155,11 @@ def local_files(
             return _own_files(task)
         if task.train is not None or task.validation is not None:
             raise UserError(f"task {task.name!r}: has both files and hub {task.hub!r}; expected one of them")
-    if task.hub is None or data_dir is None:
+    if data_dir is None:
         return None
     directory = user_path(data_dir)
+    if task.hub is None and path_kind(directory / task.name) != "directory":
+        return None  # BIG-bench needs no hub
     return _data_dir_file(directory, task.name, "train"), _data_dir_file(directory, task.name, "validation")
 
 

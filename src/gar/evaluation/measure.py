@@ -79,8 +79,9 @@ def evaluate(
 
     Returns the ``accuracy`` and ``routing`` sections of result.json: beside the summary numbers,
     ``routing.load_by_task``, ``routing.counts`` (the contingency table) and ``routing.gradient_norms``, each
-    ``{task: [E]}``, and ``routing.task_cosines``, ``{task: [T]}``. Weights, gradients, mode and random state of the model stay as they are. ``watch`` sees
-    the routing of every validation example. Raises :class:`EvaluationFailure` where the model has diverged.
+    ``{task: [E]}``, and ``routing.task_cosines``, ``{task: [T]}``. Weights, gradients, mode and random state
+    of the model stay as they are. ``watch`` sees the routing of every validation example. Raises
+    :class:`EvaluationFailure` where the model has diverged.
     """
     options = options or EvaluationConfig()
     if source is None:

@@ -9,18 +9,21 @@ A suite is a short YAML file::
     seeds: 5                                  # 0, 1, 2, 3, 4; or a list
     set: {optimizer.updates: 500}             # for all runs
     overrides: {short: {optimizer.updates: 50}, long: {}}    # one run for each of them
+    order: seed                               # all runs of one seed before the next; default: setting
+    chosen_from: {mixtures: {six: five}}      # whose search, where a cell has none of its own
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -30,7 +33,7 @@ from gar.config import MixtureConfig, explain, load_tree, parse_overrides, set_k
 from gar.data import identity
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, unknown_name
-from gar.errors import UserError, one_of, path_kind, real_path, user_path
+from gar.errors import UserError, one_of, path_errors, path_kind, real_path, user_path
 from gar.methods import from_config
 from gar.presets import catalogue as presets
 from gar.runs.names import path_part
@@ -41,7 +44,25 @@ Tree = dict[str, Any]
 #: few seconds is sooner computed again than written down on the way.
 CHECKPOINTING = {"checkpoint.every": 200, "checkpoint.pause": 10.0}
 MANY_SEEDS = 100_000  # a larger count is a mistake
+#: What `gar search` leaves for each cell, below its directory.
+CHOSEN = "chosen.yaml"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+class ChosenFrom(BaseModel):
+    """Whose chosen hyper-parameters a run takes where its own cell was not searched: from name to name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, str] = Field(default_factory=dict)
+    mixtures: dict[str, str] = Field(default_factory=dict, description="`all` stands for those not named")
+    methods: dict[str, str] = Field(default_factory=dict)
+
+    def places(self, setting: str, mixture: str, method: str) -> list[Path]:
+        """Where a choice may lie below the search's directory, the nearest first."""
+        other = self.mixtures.get(mixture, self.mixtures.get("all", mixture))
+        setting, method = self.settings.get(setting, setting), self.methods.get(method, method)
+        return [Path(setting, name, method, CHOSEN) for name in dict.fromkeys((mixture, other))]
 
 
 class SuiteFile(BaseModel):
@@ -62,6 +83,8 @@ class SuiteFile(BaseModel):
     overrides: dict[str, Tree] = Field(
         default_factory=dict, description="name: dotted keys; one run for each"
     )
+    order: Literal["setting", "seed"] = Field("setting", description="what is finished first")
+    chosen_from: ChosenFrom = ChosenFrom()
 
     @field_validator("settings", "mixtures", "methods", mode="before")
     @classmethod
@@ -178,6 +201,21 @@ class Runs(Protocol):
     def runs(self) -> Iterator[PlannedRun]: ...
 
 
+class Only(NamedTuple):
+    """Names that a suite is restricted to; an empty tuple restricts nothing."""
+
+    settings: tuple[str, ...] = ()
+    mixtures: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def has(self, *cell: str) -> bool:
+        """Whether a cell (setting, mixture, method) is among them."""
+        return all(not names or name in names for names, name in zip(self, cell, strict=True))
+
+
+ALL = Only()
+
+
 @dataclass(frozen=True)
 class Suite:
     """A suite whose names are all known."""
@@ -187,30 +225,97 @@ class Suite:
     bases: Mapping[str, Tree | None]
     """A setting's configuration, or None for a preset prefix."""
     changes: Tree
+    chosen: Path | None = None
+    """A search's directory: hyper-parameters come from there."""
+    only: Only = ALL
 
     def __len__(self) -> int:
         arms = max(1, len(self.file.overrides))
-        cells = sum(1 for s in self.file.settings for m in self.mixtures(s) for _ in self.methods(s, m))
-        return cells * arms * len(self.file.seeds)
+        return sum(1 for _ in self.cells()) * arms * len(self.file.seeds)
 
     def runs(self) -> Iterator[PlannedRun]:
-        """Every run; the seeds of a combination come together, so its configuration is built once."""
-        return (
-            PlannedRun(combination, seed) for combination in self.combinations() for seed in self.file.seeds
-        )
+        """Every run. A combination's configuration is built once; ordered by seed, all are kept for it."""
+        if self.file.order == "seed":
+            combinations = list(self.combinations())
+            return (PlannedRun(found, seed) for seed in self.file.seeds for found in combinations)
+        return (PlannedRun(found, seed) for found in self.combinations() for seed in self.file.seeds)
 
     def combinations(self) -> Iterator[Combination]:
+        for cell in self.cells():
+            for override in self.file.overrides or [""]:
+                yield self.combination(*cell, override)
+
+    def cells(self) -> Iterator[tuple[str, str, str]]:
+        """Setting, mixture and method of every combination, in order."""
         for setting in self.file.settings:
             for mixture in self.mixtures(setting):
                 for method in self.methods(setting, mixture):
-                    for override in self.file.overrides or [""]:
-                        yield self.combination(setting, mixture, method, override)
+                    if self.only.has(setting, mixture, method):
+                        yield setting, mixture, method
+
+    def restricted(
+        self, settings: Iterable[str] = (), mixtures: Iterable[str] = (), methods: Iterable[str] = ()
+    ) -> Suite:
+        """Only the cells of these names; none of a kind: all of it. A name that no cell has is refused."""
+        wanted = Only(tuple(settings), tuple(mixtures), tuple(methods))
+        cells = list(replace(self, only=ALL).cells())
+        for kind, names, known in zip(
+            ("setting", "mixture", "method"), wanted, zip(*cells, strict=True), strict=True
+        ):
+            for name in names:
+                if name not in known:
+                    raise one_of(f"--{kind}", name, dict.fromkeys(known))
+        found = replace(self, name=",".join((self.name, *itertools.chain(*wanted))), only=wanted)
+        if not any(True for _ in found.cells()):
+            raise UserError(f"{self.name}: has no run with all of {', '.join(itertools.chain(*wanted))}")
+        return found
 
     def combination(self, setting: str, mixture: str, method: str, override: str = "") -> Combination:
         """One combination by its names; the method may be another than the suite's."""
         changes = {**self.file.set, **self.file.overrides.get(override, {}), **self.changes}
         label = f"{method}-{override}" if override else method
-        return Combination(setting, mixture, label, self.base(setting, mixture, method), changes)
+        base = self.base(setting, mixture, method)
+        if self.chosen is not None:
+            base = self._with_choice(base, self.chosen, setting, mixture, method)
+        return Combination(setting, mixture, label, base, changes)
+
+    def with_chosen(self, directory: Path) -> Suite:
+        """The suite with the hyper-parameters that `gar search` chose; one that is missing is refused here.
+
+        Learning rate, clipping and weight decay come from the choice, and the method's own searched keys too
+        where the suite gives the method by its name alone. ``set``, ``overrides`` and the command line win.
+        """
+        missing = [cell for cell in self.cells() if self._choice_of(directory, *cell) is None]
+        if missing:
+            first = directory / self.file.chosen_from.places(*missing[0])[-1]
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(
+                f"--chosen: no {first}{more}; expected the choices of `gar search` for every cell, "
+                "or the suite's key chosen_from to say whose they are"
+            )
+        found = replace(self, chosen=directory)
+        for cell in self.cells():
+            found.combination(*cell)  # says what is wrong with a choice
+        return found
+
+    def _choice_of(self, directory: Path, *cell: str) -> Path | None:
+        places = (directory / place for place in self.file.chosen_from.places(*cell))
+        return next((place for place in places if path_kind(place) == "file"), None)
+
+    def _with_choice(self, base: Tree, directory: Path, *cell: str) -> Tree:
+        if (path := self._choice_of(directory, *cell)) is None:
+            raise UserError(f"--chosen: no choice for {'/'.join(cell)} in {directory}")
+        choice, method = _choice(path), base["method"]["name"]
+        by_name = isinstance((self.file.methods or {}).get(cell[2], cell[2]), str)
+        own = by_name and method == choice["method"].get("name") and method in presets.METHOD_FIELDS
+        tree = copy.deepcopy(base)
+        for dotted in presets.searched(method) if own else presets.OPTIMIZER_FIELDS:
+            section, key = dotted.split(".")
+            if key not in choice[section]:
+                raise UserError(f"{path}: has no {dotted}; expected a file that `gar search` wrote")
+            tree[section][key] = choice[section][key]
+        tree["preset"] = None  # it is no longer the published row
+        return tree
 
     def mixtures(self, setting: str) -> list[str]:
         """The mixtures' names in a setting."""
@@ -323,6 +428,21 @@ def _base(setting: str | Tree, directory: Path) -> Tree | None:
     return presets.resolve_config(
         str(path) if path_kind(path) != "missing" or path.suffix else setting
     ).to_dict()
+
+
+def _choice(path: Path) -> Tree:
+    """A chosen configuration as a tree."""
+    with path_errors(path):
+        return _read_choice(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_choice(path: Path, changed: int) -> Tree:
+    """Read once, and again when it was changed."""
+    tree = load_tree(path)
+    if not all(isinstance(tree.get(section), dict) for section in ("method", "optimizer")):
+        raise UserError(f"{path}: has no sections method and optimizer; expected a file of `gar search`")
+    return tree
 
 
 @functools.cache

@@ -19,7 +19,9 @@ from gar.sweeps import store
 from gar.sweeps.executors import Executor, Job, drive
 from gar.sweeps.local import GpuUse
 from gar.sweeps.progress import View
-from gar.sweeps.suite import Runs
+from gar.sweeps.stored import PACE as STORE_PACE
+from gar.sweeps.stored import Store
+from gar.sweeps.suite import PlannedRun, Runs
 
 #: Seconds between writes of what runs now, for `gar sweep status`.
 PACE = 2.0
@@ -50,7 +52,8 @@ class Times:
 class Plan:
     """What a suite means for a directory: states by (setting, mixture), and how long the rest may take.
 
-    ``uses`` says what its runs take of a GPU.
+    ``uses`` says what its runs take of a GPU, ``keep`` where lines of its finished runs are kept: those that
+    are there count as finished.
     """
 
     suite: Runs
@@ -61,6 +64,12 @@ class Plan:
     uses: set[GpuUse] = field(default_factory=set)
     times: Times = field(default_factory=Times)
     refused: dict[str, str] = field(default_factory=dict)
+    keep: Store | None = None
+
+    def state(self, run: PlannedRun) -> State:
+        """Of a run, which need not have a directory to be finished."""
+        stored = self.keep is not None and run.combination.id not in self.refused and self.keep.has(run)
+        return State.FINISHED if stored else state_of(self.out / run.id)
 
     @property
     def states(self) -> Counter[State]:
@@ -86,13 +95,13 @@ class Plan:
         return seconds / jobs, unknown
 
 
-def make_plan(suite: Runs, out: Path, retry_failed: bool = False) -> Plan:
+def make_plan(suite: Runs, out: Path, retry_failed: bool = False, keep: Store | None = None) -> Plan:
     """Look at every run's directory. Memory is that of the combinations counted, not of the runs.
 
     A combination that makes no valid configuration is noted in ``refused``; only when none is valid, or a
     directory holds a run with another configuration, there is nothing to run.
     """
-    plan, valid = Plan(suite, out, retry_failed), 0
+    plan, valid = Plan(suite, out, retry_failed, keep=keep), 0
     for run in suite.runs():
         combination = run.combination
         key = (combination.setting, combination.mixture, combination.method)
@@ -102,12 +111,14 @@ def make_plan(suite: Runs, out: Path, retry_failed: bool = False) -> Plan:
                 valid += 1
             except UserError as error:
                 plan.refused[combination.id] = str(error).removeprefix(f"{combination.id}: ")
-        directory = out / run.id
-        state = state_of(directory)
+        directory, state = out / run.id, plan.state(run)
         plan.cells.setdefault(key[:2], Counter())[state] += 1
         if is_due(state, retry_failed):
             plan.todo[key] += 1
-        if state in (State.FINISHED, State.UNFINISHED) and combination.id not in plan.refused:
+        if state is State.FINISHED and state_of(directory) is not State.FINISHED:
+            assert keep is not None
+            plan.times.add(key, keep.seconds(run))
+        elif state in (State.FINISHED, State.UNFINISHED) and combination.id not in plan.refused:
             if change := store.difference(directory, run):
                 raise UserError(f"{directory}: {change}; expected another --out")
             if state is State.FINISHED and (record := read_json(directory / store.RECORD)):
@@ -165,16 +176,27 @@ def carry_out(
 ) -> None:
     """Run everything that is due in a directory that the caller holds, and count it in ``outcome``."""
     store.write_planned(plan.out, plan.suite.name, (run.id for run in plan.suite.runs()))
-    told = 0.0
+    told, keep = 0.0, plan.keep
+    if keep is not None:
+        for run in plan.suite.runs():  # what finished when it could not be written down
+            if state_of(plan.out / run.id) is State.FINISHED:
+                keep.add(plan.out / run.id)
+        keep.save()
     for event in drive(executor, _jobs(plan, keep_models, view, outcome), stopping):
         view.follow(event)
         if event.ends or event.kind == "lost":
             store.spent(event.job.out, event.facts.get("seconds", 0.0), starts=event.kind == "lost")
             outcome.finished += event.kind == "finished"
             outcome.failed += event.kind == "failed"
+        if keep is not None:
+            if event.kind == "finished":
+                keep.add(event.job.out)
+            keep.save(STORE_PACE)
         if event.ends or time.monotonic() - told > PACE:
             told = time.monotonic()
             store.write_running(plan.out, view.now)
+    if keep is not None:
+        keep.save()
     store.write_running(plan.out, {})
     outcome.interrupted = stopping()
 
@@ -183,7 +205,7 @@ def _jobs(plan: Plan, keep_models: bool, view: View, outcome: Outcome) -> Iterat
     """The due runs, one at a time; one whose configuration is refused fails here."""
     for run in plan.suite.runs():
         directory = plan.out / run.id
-        state = state_of(directory)  # looked at again: much may have happened since the plan
+        state = plan.state(run)  # looked at again: much may have happened since the plan
         if not is_due(state, plan.retry_failed):
             continue
         if reason := plan.refused.get(run.combination.id):
