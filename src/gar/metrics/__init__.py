@@ -20,6 +20,7 @@ from gar.metrics.gradient import (
     task_cosines,
 )
 from gar.metrics.load import describe_collapse, load_variance, routing_entropy, utilization
+from gar.metrics.prediction import Prediction, holm, predicts, rank_correlation
 from gar.metrics.statistics import (
     PairedDifference,
     paired_difference,
@@ -35,11 +36,13 @@ __all__ = [
     "Measured",
     "Metric",
     "PairedDifference",
+    "Prediction",
     "accuracy",
     "adjusted_rand_index",
     "describe_collapse",
     "f1",
     "gradient_mass_purity",
+    "holm",
     "inter_expert_similarity",
     "intra_expert_coherence",
     "load_variance",
@@ -50,6 +53,8 @@ __all__ = [
     "paired_difference",
     "pareto_front",
     "population_std",
+    "predicts",
+    "rank_correlation",
     "register",
     "routing_entropy",
     "seed_means",

@@ -1,0 +1,253 @@
+"""The stored runs of the packaged evidence suites: what is paired, and what predicts a gain.
+
+Stored lines (:mod:`gar.sweeps.stored`) are all that is read; :mod:`gar.report.evidence_page` writes about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+
+from gar.config import MixtureConfig
+from gar.data.load import resolve
+from gar.methods import REGISTRY
+from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
+from gar.report._tables import POINTS
+from gar.sweeps.stored import HEAD, KEY, TRAJECTORY, read_lines
+from gar.sweeps.suite import Suite, load_suite, shipped
+
+PREFIX = "evidence_"
+#: The suite of "when does alignment help", and those of the coefficient and of the denominator.
+PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "evidence_denominator"
+APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
+#: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
+PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
+
+Cell = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method minus another over the seeds that both have."""
+
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: int = 0
+
+    @property
+    def better(self) -> bool:
+        return self.low > 0
+
+    @property
+    def worse(self) -> bool:
+        return self.high < 0
+
+
+class Evidence:
+    """The stored lines of the packaged suites' runs, numbers as numbers; see :func:`load`."""
+
+    def __init__(self, lines: Sequence[Mapping[str, str]], points: Sequence[Mapping[str, str]]) -> None:
+        self.suites = {name: load_suite(name) for name in shipped() if name.startswith(PREFIX)}
+        planned = {run.id for suite in self.suites.values() for run in suite.runs()}
+        known = [line for line in lines if line["id"] in planned]
+        last = {line["id"]: line for line in known}  # a run that was repeated counts once, the last time
+        self.repeated, self.foreign = len(known) - len(last), len(lines) - len(known)
+        self.runs = _frame(list(last.values()), HEAD)
+        kept = {tuple(line[name] for name in KEY) for line in last.values()}
+        inside = [point for point in points if tuple(point[name] for name in KEY) in kept]
+        self.points = _frame(inside, TRAJECTORY)
+        self.stored = set(last)
+
+    @cached_property
+    def _cells(self) -> dict[tuple[str, str, str], pd.DataFrame]:
+        groups = self.runs.groupby(["setting", "mixture", "method"]) if len(self.runs) else ()
+        return {key: rows.set_index("seed").sort_index() for key, rows in groups}
+
+    def rows(self, setting: str, mixture: str, method: str) -> pd.DataFrame:
+        """The runs of a cell by seed."""
+        return self._cells.get((setting, mixture, method), self.runs[:0].set_index("seed"))
+
+    def values(self, metric: str, *cell: str) -> dict[int, float]:
+        """A metric by seed, where it is known."""
+        rows = self.rows(*cell)
+        found = rows[metric].dropna() if metric in rows else ()
+        return {int(seed): float(value) for seed, value in dict(found).items()}
+
+    def difference(self, metric: str, cell: Cell, a: str, b: str) -> Difference:
+        """``a - b`` over the seeds that both methods have."""
+        return differences(self.values(metric, *cell, a), self.values(metric, *cell, b))
+
+    def cells(self, suites: Iterable[str]) -> Iterator[Cell]:
+        """Settings and mixtures of these suites that have a run, each once."""
+        plans = (self.suites[name].cells() for name in suites)
+        for cell in dict.fromkeys(cell[:2] for plan in plans for cell in plan):
+            if any(key[:2] == cell for key in self._cells):
+                yield cell
+
+    def methods(self, cell: Cell) -> list[str]:
+        """The methods with runs in a cell, in the suites' order."""
+        planned = dict.fromkeys(
+            m for suite in self.suites.values() for s, x, m in suite.cells() if (s, x) == cell
+        )
+        return [method for method in planned if (*cell, method) in self._cells]
+
+
+def load(directory: Path) -> Evidence:
+    """The lines of all stored files in a directory."""
+    files = [path for path in sorted(directory.glob("*.csv")) if not path.stem.endswith(".trajectories")]
+    lines = [line for path in files for line in read_lines(path, HEAD)]
+    trajectories = sorted(directory.glob("*.trajectories.csv"))
+    return Evidence(lines, [line for path in trajectories for line in read_lines(path, TRAJECTORY)])
+
+
+def _frame(lines: list[Mapping[str, str]], columns: Iterable[str]) -> pd.DataFrame:
+    frame = pd.DataFrame(lines, columns=None if lines else [*columns, *METRICS])
+    for name in frame:
+        if name in METRICS or str(name).startswith(("accuracy.", "extra.")) or name in (
+            "seed", "update", "updates", "learning_rate", "clip", "weight_decay", "seconds",
+        ):  # fmt: skip
+            frame[name] = pd.to_numeric(frame[name])
+    return frame
+
+
+def differences(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
+    """``a - b`` over common seeds, with its 95 % t interval; NaN where there is none."""
+    common = [seed for seed in a if seed in b]
+    if not common:
+        return Difference()
+    mean, low, high = paired_difference([a[s] for s in common], [b[s] for s in common])
+    if low is None or high is None:
+        return Difference(mean, seeds=1)
+    return Difference(mean, low, high, len(common))
+
+
+def label(method: str) -> str:
+    """The label of a registered method, else the suite's name for it."""
+    return REGISTRY[method].label if method in REGISTRY else method
+
+
+def verdict(name: str, found: Difference, other: str = "Baseline") -> str:
+    """A difference in accuracy in words; never a winner that the interval does not carry.
+
+    >>> verdict("GAR", Difference(0.009, 0.003, 0.016, 5))
+    'GAR is better than Baseline by 0.90 points (95 % interval +0.30 to +1.60, 5 seeds)'
+    >>> verdict("GAR", Difference(0.001, -0.006, 0.008, 5))
+    'no difference between GAR and Baseline is shown (+0.10 points, 95 % interval −0.60 to +0.80, 5 seeds)'
+    """
+    if not found.seeds:
+        return f"{name} and {other} have no seed in common"
+    if math.isnan(found.low):
+        return f"one seed says nothing of {name} and {other}"
+    low, high = POINTS.text(found.low, True), POINTS.text(found.high, True)
+    known = f"95 % interval {low} to {high}, {found.seeds} seeds"
+    if found.better or found.worse:
+        word = "better" if found.better else "worse"
+        return f"{name} is {word} than {other} by {POINTS.text(abs(found.mean))} points ({known})"
+    return (
+        f"no difference between {name} and {other} is shown ({POINTS.text(found.mean, True)} points, {known})"
+    )
+
+
+# ---------------------------------------------------------------------- when does alignment help
+
+
+@dataclass(frozen=True)
+class Question:
+    """Whether a metric of Baseline at an update (None: the end) goes with a method's gain over mixtures."""
+
+    predictor: str
+    update: int | None
+    method: str
+    answer: Prediction
+
+    @property
+    def when(self) -> str:
+        return "at the end" if self.update is None else f"after {self.update} updates"
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The mean paired gain of a method over Baseline in every mixture, and Baseline's metrics there."""
+
+    method: str
+    mixtures: list[str]
+    tasks: list[list[str]]
+    gain: list[float]
+    seeds: list[int]
+    predictors: dict[tuple[str, int | None], list[float]]
+
+
+def gains(evidence: Evidence, method: str) -> Gains:
+    """Of the mixtures of the suite of pairs in which the method and Baseline have common seeds."""
+    suite = evidence.suites[PAIRS]
+    found = Gains(method, [], [], [], [], {})
+    updates: list[int | None] = [*sorted(_updates(evidence)), None]
+    wanted = [(name, update) for name in PREDICTORS for update in updates]
+    columns: dict[tuple[str, int | None], list[float]] = {key: [] for key in wanted}
+    by_id = dict(iter(evidence.points.groupby("id"))) if len(evidence.points) else {}
+    for cell in evidence.cells([PAIRS]):
+        difference = evidence.difference("accuracy", cell, method, "baseline")
+        if not difference.seeds:
+            continue
+        found.mixtures.append(cell[1])
+        found.tasks.append(_tasks(suite, cell))
+        found.gain.append(difference.mean)
+        found.seeds.append(difference.seeds)
+        rows = evidence.rows(*cell, "baseline")
+        points = pd.concat([by_id[i] for i in rows["id"] if i in by_id] or [evidence.points])
+        for name, update in wanted:
+            values = rows[name] if update is None else points.loc[points["update"] == update, name]
+            columns[name, update].append(fmean(values.dropna()) if values.notna().any() else math.nan)
+    known = {key: values for key, values in columns.items() if values and np.isfinite(values).all()}
+    found.predictors.update(known)
+    return found
+
+
+def questions(evidence: Evidence, methods: Iterable[str] = ("gar", "switchaux")) -> list[Question]:
+    """Every predictor at every time against every method's gain; the question asked beforehand is the first.
+
+    Asked beforehand is whether ``task_cosine`` of Baseline's finished runs goes with GAR's gain. All others
+    explore, and their p-values are to be adjusted for their number.
+    """
+    asked = []
+    for method in methods:
+        found = gains(evidence, method)
+        order = sorted(found.predictors, key=lambda key: (PREDICTORS.index(key[0]), -(key[1] or math.inf)))
+        for name, update in order:
+            answer = predicts(found.predictors[name, update], found.gain, found.tasks)
+            asked.append(Question(name, update, method, answer))
+    return asked
+
+
+def predictor(evidence: Evidence) -> Question | None:
+    """What under Baseline predicts GAR's gain, as far as the evidence carries it: for `compare`, `diagnose`.
+
+    The question asked beforehand if its interval, over tasks, lies on one side of 0; else the strongest
+    explored one whose adjusted p-value is below 0.05 as well; else None: then nothing is to be said.
+    """
+    asked = [question for question in questions(evidence, ["gar"]) if not math.isnan(question.answer.rho)]
+    if asked and (asked[0].predictor, asked[0].update) == (PREDICTORS[0], None) and asked[0].answer.found:
+        return asked[0]
+    adjusted = holm([question.answer.p for question in asked])
+    carried = [q for q, p in zip(asked, adjusted, strict=True) if q.answer.found and p < 0.05]
+    return max(carried, key=lambda question: abs(question.answer.rho), default=None)
+
+
+def _tasks(suite: Suite, cell: Cell) -> list[str]:
+    method = suite.methods(*cell)[0]
+    section = suite.combination(*cell, method).tree["mixture"]
+    return [entry.name for entry in resolve(MixtureConfig.model_validate(section))[1]]
+
+
+def _updates(evidence: Evidence) -> set[int]:
+    settings = tuple(f"{setting}/" for setting in evidence.suites[PAIRS].file.settings)
+    inside = evidence.points["id"].astype(str).str.startswith(settings)
+    return {int(update) for update in evidence.points.loc[inside, "update"]}

@@ -1,0 +1,578 @@
+"""The page of the evidence: what the stored runs say, in words that follow the numbers.
+
+Nothing on it is typed but what the data and the methods are. What the suites plan and no line holds is listed
+as not run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from gar.methods import REGISTRY
+from gar.metrics import METRICS, Metric, holm
+from gar.presets import paper
+from gar.report._style import INK, Panels, svg, title
+from gar.report._table import Row, Table, interval, shown
+from gar.report._tables import POINTS
+from gar.report._text import markdown
+from gar.report.evidence import (
+    APART,
+    COEFFICIENTS,
+    DENOMINATOR,
+    PAIRS,
+    PREDICTORS,
+    Cell,
+    Difference,
+    Evidence,
+    Question,
+    differences,
+    gains,
+    label,
+    predictor,
+    questions,
+    verdict,
+)
+
+#: A suite's setting, and the paper's that is nearest to it.
+NEAREST = {
+    "frozen_top4": "roberta_frozen_lora_ffn",
+    "frozen_top1": "roberta_frozen_lora_ffn_top1",
+    "trained_full_ffn": "deberta_full_ffn",
+    "trained_head_top4": "roberta_head",
+    "trained_head_top1": "roberta_head_top1",
+}
+SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
+#: Metrics whose bounds are 0 and 1, or nearly, drawn over training.
+DRAWN = ("accuracy", "load_variance", "nmi", "task_cosine")
+
+RHO = Metric("rho", "Spearman's correlation", digits=2, bounds=(-1, 1))
+
+INTRODUCTION = """\
+# What GAR does on real tasks
+
+Made by `python benchmarks/results.py` from the CSV files in [results](results); nothing below is typed but
+what the data and the terms are. [sweep.md](sweep.md#the-evidence) has the commands that ran it.
+
+**Data.** `six_complete` are the complete public splits of RTE, MRPC, WiC, CoLA, SST-2 and CB. In
+`six_reduced` and in the pairs some tasks are not the published ones: QNLI, BoolQ and QQP train on samples
+(10,475, 2,000 and 23,496 rows), QQP is measured on a sample too, and **PAWS and ANLI train on their
+official labelled test splits**, since their training splits were not at hand; their numbers compare with
+nothing published. Validation is up to 2,000 examples a task. CB has 56 of them, RTE 277: single accuracies
+there are coarse.
+
+**Terms.** Differences are paired by seed: both methods have the same start, data order and dropout.
+Intervals are 95 % Student-t intervals over seeds, nominal: not corrected for their number, so of 20 true
+zeros one is expected to look like a difference. They tell of other seeds on these data, not of other data.
+"Better" and "worse" are said only where the interval excludes 0. Accuracies in %, differences in percentage
+points (pp).
+"""
+
+ASKED = """\
+Asked beforehand: does GAR gain more where the tasks' gradients conflict more under Baseline (a negative
+correlation of its gain with the cosine between tasks)? Mixtures share tasks, so intervals draw tasks with
+replacement; a correlation counts as found only if that interval excludes 0 and no single task's removal
+turns its sign. All other rows explore; their p-values are permutations over mixtures, adjusted by Holm's
+method.
+"""
+
+Part = str | Table
+
+
+def page(evidence: Evidence) -> tuple[str, dict[str, str]]:
+    """The page as Markdown, and its figures as SVG by file name."""
+    figures = {name: figure for name, draw in FIGURES.items() if (figure := draw(evidence)) is not None}
+    parts: list[Part] = [INTRODUCTION, _made_on(evidence), "## In short\n", *_short(evidence)]
+    for suite in (name for name in evidence.suites if name not in APART):
+        cells = list(evidence.cells([suite]))
+        fresh = [
+            cell
+            for cell in cells
+            if cell not in {c for s in _before(evidence, suite) for c in evidence.cells([s])}
+        ]
+        for cell in fresh:
+            parts += [f"## {cell[0]}, {cell[1]}\n", *_cell_tables(evidence, cell)]
+    parts += ["## Beside the paper\n", *_beside(evidence)]
+    parts += ["## Coefficient and denominator\n", *_coefficients(evidence)]
+    parts += _picture(figures, "coefficients", "Difference from coefficient 0 with its 95 % interval.")
+    parts += ["## Over training\n"] + (
+        _picture(figures, "trajectories", "Means over seeds.") or ["Not run.\n"]
+    )
+    parts += ["## Load balance, purity and accuracy\n", *_balance(evidence)]
+    parts += _picture(
+        figures, "balance", "Differences from Baseline, means over seeds; a mark a method and mixture."
+    )
+    parts += ["## When does alignment help\n", *_when(evidence)]
+    parts += _picture(
+        figures, "conflict", "A mark a mixture: Baseline's cosine between tasks, and GAR's gain."
+    )
+    parts += ["## Not run\n", *_not_run(evidence)]
+    text = "\n".join(markdown(part) if isinstance(part, Table) else part for part in parts)
+    return text.rstrip() + "\n", {f"{name}.svg": svg(f, name, name) + "\n" for name, f in figures.items()}
+
+
+def _before(evidence: Evidence, suite: str) -> list[str]:
+    names = [name for name in evidence.suites if name not in APART]
+    return names[: names.index(suite)]
+
+
+def _picture(figures: Mapping[str, Figure], name: str, caption: str) -> list[Part]:
+    return [f"![{caption}](results/{name}.svg)\n\n*{caption}*\n"] if name in figures else []
+
+
+def _made_on(evidence: Evidence) -> str:
+    runs, planned = evidence.runs, {run.id for suite in evidence.suites.values() for run in suite.runs()}
+    said = [f"{len(evidence.stored)} of {len(planned)} planned runs are stored."]
+    if len(runs):
+        devices = runs.groupby(["device", "gar", "torch"]).size()
+        made = [
+            f"{count} on {device} (gar {gar}, torch {torch})"
+            for (device, gar, torch), count in devices.items()
+        ]
+        said.append(
+            f"They were made on: {'; '.join(made)}. "
+            f"Together they took {runs['seconds'].sum() / 3600:.1f} hours."
+        )
+    if evidence.repeated:
+        said.append(f"{evidence.repeated} runs were stored again later; the later ones count.")
+    if evidence.foreign:
+        said.append(f"{evidence.foreign} stored runs belong to no packaged suite and are left out.")
+    return "**Runs.** " + " ".join(said) + "\n"
+
+
+def _short(evidence: Evidence) -> list[Part]:
+    """The verdict on GAR in every cell, sorted by what it is."""
+    kinds: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": [], "not compared": []}
+    for cell in evidence.cells(name for name in evidence.suites if name not in APART):
+        if not {"gar", "baseline"} <= set(evidence.methods(cell)):
+            continue
+        found = evidence.difference("accuracy", cell, "gar", "baseline")
+        unknown = math.isnan(found.low)
+        kind = "better" if found.better else "worse" if found.worse else "not told apart"
+        kinds["not compared" if unknown else kind].append(f"- {', '.join(cell)}: {verdict('GAR', found)}.")
+    counted = {kind: len(lines) for kind, lines in kinds.items() if lines}
+    if not counted:
+        return ["Nothing was run yet.\n"]
+    total = sum(counted.values())
+    head = f"GAR against Baseline in {total} settings and mixtures: " + ", ".join(
+        f"{count} {kind}" for kind, count in counted.items()
+    )
+    return [head + ".\n", *(line for lines in kinds.values() for line in lines), ""]
+
+
+def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
+    rows = []
+    for method in evidence.methods(cell):
+        runs, accuracy = evidence.rows(*cell, method), METRICS["accuracy"]
+        gain = (
+            Difference()
+            if method == "baseline"
+            else evidence.difference("accuracy", cell, method, "baseline")
+        )
+        contents = {
+            "method": label(method),
+            "seeds": str(len(runs)),
+            "accuracy": shown(accuracy, runs["accuracy"].mean()),
+            "− Baseline, pp": shown(POINTS, gain.mean, sign=True),
+            "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
+            **{METRICS[name].label: shown(METRICS[name], _mean(runs, name)) for name in SHOWN},
+            "updates": _values(runs["updates"]),
+            "learning rate": _values(runs["learning_rate"]),
+            "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
+        }
+        rows.append(Row(contents))
+    notes = [
+        f"{verdict(label(method), evidence.difference('accuracy', cell, method, 'baseline'))}."
+        for method in evidence.methods(cell)
+        if method != "baseline"
+    ]
+    if tried := [m for m in evidence.methods(cell) if set(evidence.rows(*cell, m)["name"]) == {"torchjd"}]:
+        best = max(tried, key=lambda m: evidence.rows(*cell, m)["accuracy"].mean())
+        notes.append(
+            f"The best of {len(tried)} torchjd aggregators is {best}; it was picked by the accuracies above, "
+            "which flatters it."
+        )
+    parts: list[Part] = [Table("runs", "Means over seeds", rows, notes)]
+    if {"gar", "baseline"} <= set(evidence.methods(cell)):
+        parts.append(_by_task(evidence, cell))
+    return parts
+
+
+def _by_task(evidence: Evidence, cell: Cell) -> Table:
+    own = evidence.rows(*cell, "baseline")
+    rows = []
+    for name in (n for n in own if str(n).startswith("accuracy.") and own[n].notna().any()):
+        gain, metric = evidence.difference(name, cell, "gar", "baseline"), METRICS["accuracy"]
+        contents = {
+            "task": str(name).removeprefix("accuracy."),
+            "Baseline": shown(metric, own[name].mean()),
+            "GAR": shown(metric, _mean(evidence.rows(*cell, "gar"), name)),
+            "difference, pp": shown(POINTS, gain.mean, sign=True),
+            "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
+        }
+        rows.append(Row(contents))
+    return Table("tasks", "GAR and Baseline by task", rows)
+
+
+def _beside(evidence: Evidence) -> list[Part]:
+    rows = []
+    for setting, theirs in NEAREST.items():
+        for cell in evidence.cells(evidence.suites):
+            if cell[0] != setting:
+                continue
+            for metric, column in (
+                ("accuracy", "acc"),
+                ("load_variance", "lvar"),
+                ("gradient_mass_purity", "purity"),
+            ):
+                printed = next(
+                    (
+                        row
+                        for row in paper.paired()
+                        if row[:4] == (theirs, "five_mixtures", "gar-baseline", column)
+                    ),
+                    None,
+                )
+                found = evidence.difference(metric, cell, "gar", "baseline")
+                if printed is None or not found.seeds:
+                    continue
+                shape, scale = (POINTS, 100.0) if metric == "accuracy" else (METRICS[metric], 1.0)
+                mean, low, high = (
+                    float(x) / scale for x in (printed.estimate, printed.ci_low, printed.ci_high)
+                )
+                contents = {
+                    "here": f"{setting}, {cell[1]}",
+                    "paper": theirs,
+                    "metric": shape.label if metric != "accuracy" else "accuracy, pp",
+                    "GAR − Baseline here": shown(shape, found.mean, sign=True),
+                    "95 % interval": interval(shape, found.low, found.high, sign=True),
+                    "in the paper": shown(shape, mean, sign=True),
+                    "its interval": interval(shape, low, high, sign=True),
+                    "the two intervals": _overlap(found, low, high),
+                }
+                rows.append(Row(contents))
+    if not rows:
+        return ["Not run.\n"]
+    note = (
+        "No reproduction: another backbone (MiniLM-L6), other mixtures and 128 tokens; the paper's numbers "
+        "are means over its five mixtures."
+    )
+    return [Table("paper", "GAR − Baseline beside the paper's", rows, [note])]
+
+
+def _overlap(found: Difference, low: float, high: float) -> str:
+    if math.isnan(found.low):
+        return "one seed"
+    return "overlap" if found.low <= high and low <= found.high else "are apart"
+
+
+def _coefficients(evidence: Evidence) -> list[Part]:
+    parts: list[Part] = []
+    for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
+        rows, notes = [], []
+        for method in evidence.methods(cell):
+            runs = evidence.rows(*cell, method)
+            gain = (
+                Difference() if method == "gar-0" else evidence.difference("accuracy", cell, method, "gar-0")
+            )
+            contents = {
+                "coefficient": method.removeprefix("gar-"),
+                "seeds": str(len(runs)),
+                "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+                "− coefficient 0, pp": shown(POINTS, gain.mean, sign=True),
+                "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
+                **{METRICS[name].label: shown(METRICS[name], _mean(runs, name)) for name in SHOWN},
+            }
+            rows.append(Row(contents))
+            if method.endswith("-numerator"):
+                whole = method.removesuffix("-numerator")
+                said = verdict(
+                    "without the denominator, GAR",
+                    evidence.difference("accuracy", cell, method, whole),
+                    "with it",
+                )
+                notes.append(f"Coefficient {whole.removeprefix('gar-')}: {said}.")
+        parts.append(Table("coefficients", f"{cell[0]}, {cell[1]}", rows, notes))
+    return parts or ["Not run.\n"]
+
+
+def _balance(evidence: Evidence) -> list[Part]:
+    rows = []
+    for name, down in (("load_variance", True), ("gradient_mass_purity", False), ("nmi", False)):
+        told: dict[str, int] = dict.fromkeys(("changed", "better", "worse", "neither"), 0)
+        for cell in evidence.cells(s for s in evidence.suites if s not in APART):
+            for method in evidence.methods(cell):
+                change = evidence.difference(name, cell, method, "baseline")
+                gain = evidence.difference("accuracy", cell, method, "baseline")
+                if (
+                    method == "baseline"
+                    or not (change.worse if down else change.better)
+                    or math.isnan(gain.low)
+                ):
+                    continue
+                told["changed"] += 1
+                told["better" if gain.better else "worse" if gain.worse else "neither"] += 1
+        word = "lower" if down else "higher"
+        contents = {
+            "measured": f"{METRICS[name].label} {word} than Baseline's, by its interval",
+            "methods and mixtures": str(told["changed"]),
+            **{f"accuracy {word}": str(told[word]) for word in ("better", "worse", "neither")},
+        }
+        rows.append(Row(contents))
+    if not any(True for _ in evidence.cells(s for s in evidence.suites if s not in APART)):
+        return ["Not run.\n"]
+    return [
+        Table(
+            "balance", "What became of accuracy where experts are more evenly used, or specialise more", rows
+        )
+    ]
+
+
+def _when(evidence: Evidence) -> list[Part]:
+    asked = questions(evidence)
+    if not asked:
+        return ["Not run.\n"]
+    own = gains(evidence, "gar")
+    parts: list[Part] = [
+        ASKED,
+        f"{len(own.mixtures)} mixtures, {min(own.seeds)} to {max(own.seeds)} seeds each.\n",
+    ]
+    adjusted = holm([question.answer.p for question in asked])
+    rows = []
+    for question, p in zip(asked, adjusted, strict=True):
+        found = question.answer
+        contents = {
+            "of Baseline": METRICS[question.predictor].label,
+            "when": question.when,
+            "gain of": label(question.method),
+            "mixtures": str(found.mixtures),
+            "Spearman": shown(RHO, found.rho, sign=True),
+            "95 %, over tasks": interval(RHO, found.low, found.high, sign=True),
+            "95 %, over mixtures": interval(RHO, *found.naive, sign=True),
+            "leaving a task out": interval(RHO, *found.without, sign=True),
+            "p, adjusted": shown(RHO, p),
+            "": "found" if found.found else "not found",
+        }
+        rows.append(Row(contents))
+    parts.append(Table("when", "What goes with the gain over mixtures", rows))
+    parts.append(_answer(evidence, asked))
+    parts.append(_gain_table(evidence))
+    return parts
+
+
+def _answer(evidence: Evidence, asked: Sequence[Question]) -> str:
+    first = asked[0].answer
+    rho, low, high = (RHO.text(value, True) for value in (first.rho, first.low, first.high))
+    known = f"Spearman {rho}, 95 % interval {low} to {high}"
+    if not first.found:
+        said = f"The question asked beforehand has no answer here: a correlation is not shown ({known})."
+    elif first.rho < 0:
+        said = f"GAR gains more where tasks conflict more ({known})."
+    else:
+        said = f"GAR gains more where tasks agree more ({known}), against the expectation."
+    carried = predictor(evidence)
+    if carried is None:
+        return f"{said} Nothing measured under Baseline predicts GAR's gain over these mixtures.\n"
+    return (
+        f"{said} Carried as a predictor: {METRICS[carried.predictor].label} {carried.when}, "
+        f"Spearman {RHO.text(carried.answer.rho, True)}.\n"
+    )
+
+
+def _gain_table(evidence: Evidence) -> Table:
+    rows = []
+    for method in ("gar", "switchaux"):
+        cells = list(evidence.cells([PAIRS]))
+        found = [evidence.difference("accuracy", cell, method, "baseline") for cell in cells]
+        told = [each for each in found if not math.isnan(each.low)]
+        by_seed = [evidence.values("accuracy", *cell, method) for cell in cells]
+        bases = [evidence.values("accuracy", *cell, "baseline") for cell in cells]
+        seeds = (
+            set.intersection(*(set(a) & set(b) for a, b in zip(by_seed, bases, strict=True)))
+            if cells
+            else set()
+        )
+        whole = differences(
+            {s: fmean(values[s] for values in by_seed) for s in seeds},
+            {s: fmean(values[s] for values in bases) for s in seeds},
+        )
+        contents = {
+            "gain of": label(method),
+            "mixtures": str(len(told)),
+            "better": str(sum(each.better for each in told)),
+            "worse": str(sum(each.worse for each in told)),
+            "mean over mixtures, pp": shown(POINTS, whole.mean, sign=True),
+            "95 % interval over seeds": interval(POINTS, whole.low, whole.high, sign=True),
+            "seeds with all mixtures": str(whole.seeds),
+        }
+        rows.append(Row(contents))
+    return Table("gains", "Gains over Baseline in pairs and triples", rows)
+
+
+def _not_run(evidence: Evidence) -> list[Part]:
+    """What the suites plan and no line holds, by suite and setting."""
+    rows = []
+    for name, suite in evidence.suites.items():
+        counts: dict[str, list[int]] = {}
+        absent: dict[str, dict[str, int]] = {}
+        for run in suite.runs():
+            planned = counts.setdefault(run.combination.setting, [0, 0])
+            planned[0] += 1
+            planned[1] += run.id in evidence.stored
+            if run.id not in evidence.stored:
+                there = absent.setdefault(run.combination.setting, {})
+                there[run.combination.method] = there.get(run.combination.method, 0) + 1
+        for setting, (planned_runs, stored) in counts.items():
+            if missing := absent.get(setting):
+                listed = ", ".join(f"{label(method)} {count}" for method, count in missing.items())
+                contents = {
+                    "suite": name,
+                    "setting": setting,
+                    "planned": str(planned_runs),
+                    "stored": str(stored),
+                    "not run": listed if stored else "all",
+                }
+                rows.append(Row(contents))
+    return (
+        [Table("absent", "Planned runs without a result", rows)]
+        if rows
+        else ["All planned runs are stored.\n"]
+    )
+
+
+def _mean(rows: pd.DataFrame, name: str) -> float:
+    return float(rows[name].mean()) if name in rows and rows[name].notna().any() else math.nan
+
+
+def _values(column: pd.Series[float]) -> str:
+    return ", ".join(f"{value:g}" for value in sorted(set(column.dropna())))
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def _look(method: str) -> tuple[str | None, str]:
+    style = REGISTRY[method].style if method in REGISTRY else None
+    color, marker = style or ("#8c8c8c", "*")
+    return (INK if color == "ink" else color), marker
+
+
+def draw_coefficients(evidence: Evidence) -> Figure | None:
+    cells = [c for c in evidence.cells([COEFFICIENTS]) if "gar-0" in evidence.methods(c)]
+    if not cells:
+        return None
+    panels = Panels(len(cells), 2, 3.6, 2.6)
+    for axes, cell in zip(panels.axes, cells, strict=True):
+        suite = evidence.suites[COEFFICIENTS]
+        methods = [m for m in evidence.methods(cell) if m in suite.methods(*cell) and m != "gar-0"]
+        found = [evidence.difference("accuracy", cell, method, "gar-0") for method in methods]
+        x = [float(method.removeprefix("gar-")) for method in methods]
+        axes.axhline(0, color=INK, linewidth=0.8)
+        error = [[100 * (f.mean - f.low) for f in found], [100 * (f.high - f.mean) for f in found]]
+        axes.errorbar(
+            x, [100 * f.mean for f in found], yerr=np.nan_to_num(error), fmt="D", color=_look("gar")[0]
+        )
+        axes.set_xscale("log")
+        axes.set_ylabel("pp of accuracy", fontsize=8)
+        title(axes, ", ".join(cell), "coefficient")
+    return panels.figure
+
+
+def draw_trajectories(evidence: Evidence) -> Figure | None:
+    cells = list(evidence.cells(s for s in evidence.suites if s not in APART))
+    lines: dict[tuple[Cell, str], pd.DataFrame] = {}
+    points = evidence.points.assign(run=evidence.points["id"].astype(str))
+    for cell in cells:
+        for method in evidence.methods(cell):
+            rows = evidence.rows(*cell, method).reset_index()
+            inside = points[points["run"].isin(rows["id"])]
+            if len(inside):
+                ends = rows.rename(columns={"updates": "update"})
+                both = pd.concat([inside, ends], ignore_index=True)
+                lines[cell, method] = both.groupby("update")[[n for n in DRAWN if n in both]].mean()
+    shown_cells = [cell for cell in cells if any(key[0] == cell for key in lines)]
+    if not shown_cells:
+        return None
+    panels = Panels(len(shown_cells) * len(DRAWN), len(DRAWN), 2.75, 2.2)
+    drawn: dict[str, object] = {}
+    for number, axes in enumerate(panels.axes):
+        cell, metric = shown_cells[number // len(DRAWN)], METRICS[DRAWN[number % len(DRAWN)]]
+        for (where, method), line in lines.items():
+            if where == cell and metric.name in line:
+                color, marker = _look(method)
+                (handle,) = axes.plot(
+                    line.index,
+                    metric.scale * line[metric.name],
+                    color=color,
+                    marker=marker,
+                    markersize=3,
+                    linewidth=1.2,
+                )
+                drawn.setdefault(label(method), handle)
+        title(axes, f"{', '.join(cell)}: {metric.label}", "update")
+    panels.legend(list(drawn.values()), list(drawn))
+    return panels.figure
+
+
+def draw_balance(evidence: Evidence) -> Figure | None:
+    names = ("load_variance", "gradient_mass_purity", "nmi")
+    cells = list(evidence.cells(s for s in evidence.suites if s not in APART))
+    marks = [
+        (method, [evidence.difference(n, cell, method, "baseline").mean for n in (*names, "accuracy")])
+        for cell in cells
+        for method in evidence.methods(cell)
+        if method != "baseline"
+    ]
+    marks = [(method, values) for method, values in marks if np.isfinite(values).all()]
+    if not marks:
+        return None
+    panels = Panels(len(names), 3, 2.9, 2.6)
+    drawn: dict[str, object] = {}
+    for i, (axes, name) in enumerate(zip(panels.axes, names, strict=True)):
+        for method, values in marks:
+            color, marker = _look(method)
+            (handle,) = axes.plot(
+                values[i], 100 * values[-1], color=color, marker=marker, linestyle="none", markersize=5
+            )
+            drawn.setdefault(label(method), handle)
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_ylabel("accuracy, pp", fontsize=8)
+        title(axes, f"change of {METRICS[name].label}", "difference from Baseline")
+    panels.legend(list(drawn.values()), list(drawn))
+    return panels.figure
+
+
+def draw_conflict(evidence: Evidence) -> Figure | None:
+    methods = [
+        method
+        for method in ("gar", "switchaux")
+        if (PREDICTORS[0], None) in gains(evidence, method).predictors
+    ]
+    if not methods:
+        return None
+    panels = Panels(len(methods), 2, 3.8, 2.8)
+    for axes, method in zip(panels.axes, methods, strict=True):
+        found = gains(evidence, method)
+        color, marker = _look(method)
+        x = found.predictors[PREDICTORS[0], None]
+        axes.plot(
+            x, [100 * gain for gain in found.gain], color=color, marker=marker, linestyle="none", markersize=4
+        )
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.set_ylabel("gain, pp", fontsize=8)
+        title(axes, f"{label(method)} − Baseline", "cosine between tasks under Baseline")
+    return panels.figure
+
+
+FIGURES: Mapping[str, Callable[[Evidence], Figure | None]] = {
+    "coefficients": draw_coefficients,
+    "trajectories": draw_trajectories,
+    "balance": draw_balance,
+    "conflict": draw_conflict,
+}
