@@ -145,7 +145,7 @@ def line_of(run: Run, record: Mapping[str, Any]) -> Line:
         "gar": environment.get("gar"),
         "torch": (environment.get("libraries") or {}).get("torch"),
         "device": environment.get("device_name") or environment.get("device"),
-        "updates": result["updates"],
+        "updates": result.get("updates", optimizer["updates"]),
         **{key: optimizer[key] for key in ("learning_rate", "clip", "weight_decay")},
         "hyperparameters": " ".join(f"{k}={_cell(v)}" for k, v in flat(method).items() if k != "name"),
         "seconds": record["seconds"],
