@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
 
 from gar.metrics._arrays import Floats, Values, real
 
@@ -71,13 +70,14 @@ def predicts(
     draw = np.random.RandomState(0)  # its stream is frozen, unlike that of default_rng
     n, m, rho = len(x), len(tasks), _spearman(x, y)
     by_mixture, by_task, permuted = [], [], []
+    a, b = _ranks(x), _ranks(y)
     for _ in range(draws):
         rows = draw.randint(0, n, n)
         by_mixture.append(_spearman(x[rows], y[rows]))
         times = np.bincount(draw.randint(0, m, m), minlength=m)
         rows = np.repeat(np.arange(n), np.where(holds, times, 1).prod(1))
         by_task.append(_spearman(x[rows], y[rows]))
-        permuted.append(_spearman(x, y[draw.permutation(n)]))
+        permuted.append(_pearson(a, b[draw.permutation(n)]))
     beyond = sum(abs(value) >= abs(rho) - 1e-12 for value in permuted)
     left = [_spearman(x[~holds[:, task]], y[~holds[:, task]]) for task in range(m)]
     low, high = _interval(by_task)
@@ -108,9 +108,19 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def _spearman(x: Floats, y: Floats) -> float:
-    if len(x) < 3 or len(y) != len(x):
+    return _pearson(_ranks(x), _ranks(y))
+
+
+def _ranks(values: Floats) -> Floats:
+    """Ranks from 1, ties at their mean."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (counts.cumsum() - (counts - 1) / 2)[place]
+    return ranks
+
+
+def _pearson(a: Floats, b: Floats) -> float:
+    if len(a) < 3 or len(b) != len(a):
         return math.nan
-    a, b = rankdata(x), rankdata(y)
     a, b = a - a.mean(), b - b.mean()
     length = math.sqrt(float(a @ a) * float(b @ b))
     return float(np.clip(a @ b / length, -1.0, 1.0)) if length > 0 else math.nan

@@ -65,6 +65,8 @@ class Evidence:
         inside = [point for point in points if tuple(point[name] for name in KEY) in kept]
         self.points = _frame(inside, TRAJECTORY)
         self.stored = set(last)
+        self.asked: dict[str, list[Question]] = {}
+        """What :func:`questions` found, by method."""
 
     @cached_property
     def _cells(self) -> dict[tuple[str, str, str], pd.DataFrame]:
@@ -73,7 +75,8 @@ class Evidence:
 
     def rows(self, setting: str, mixture: str, method: str) -> pd.DataFrame:
         """The runs of a cell by seed."""
-        return self._cells.get((setting, mixture, method), self.runs[:0].set_index("seed"))
+        found = self._cells.get((setting, mixture, method))
+        return self.runs[:0].set_index("seed") if found is None else found
 
     def values(self, metric: str, *cell: str) -> dict[int, float]:
         """A metric by seed, where it is known."""
@@ -219,11 +222,16 @@ def questions(evidence: Evidence, methods: Iterable[str] = ("gar", "switchaux"))
     """
     asked = []
     for method in methods:
+        if method in evidence.asked:
+            asked += evidence.asked[method]
+            continue
+        mine = evidence.asked[method] = []
         found = gains(evidence, method)
         order = sorted(found.predictors, key=lambda key: (PREDICTORS.index(key[0]), -(key[1] or math.inf)))
         for name, update in order:
             answer = predicts(found.predictors[name, update], found.gain, found.tasks)
-            asked.append(Question(name, update, method, answer))
+            mine.append(Question(name, update, method, answer))
+        asked += mine
     return asked
 
 

@@ -1,0 +1,305 @@
+"""docs/results.md: its numbers against scipy, its words against its numbers, and what is not run."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gar.metrics import METRICS
+from gar.report.evidence import (
+    PAIRS,
+    Difference,
+    Evidence,
+    differences,
+    gains,
+    load,
+    predictor,
+    questions,
+    verdict,
+)
+from gar.report.evidence_page import page
+from gar.sweeps.stored import HEAD, KEY, TRAJECTORY
+from gar.sweeps.suite import load_suite
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "results.py"
+CELL = ("frozen_top1", "six_complete")
+TASKS = ["rte", "mrpc", "wic", "cola", "sst2", "cb"]
+
+Line = dict[str, str]
+
+
+def line(setting: str, mixture: str, method: str, seed: int, accuracy: float, **values: object) -> Line:
+    """A stored line; metrics that are not given are 0.1."""
+    facts = {
+        "id": f"{setting}/{mixture}/{method}/seed-{seed}", "configuration": f"c-{method}", "data": "d",
+        "seed": seed, "setting": setting, "mixture": mixture, "method": method, "name": method.split("-")[0],
+        "gar": "0.2.0", "torch": "2.11.0", "device": "a made-up GPU", "updates": 2000,
+        "learning_rate": 0.001, "clip": 1.0, "weight_decay": 0.01, "hyperparameters": "", "seconds": 36.0,
+        **dict.fromkeys(METRICS, 0.1), "accuracy": accuracy, **values,
+    }  # fmt: skip
+    return {name: str(value) for name, value in facts.items()}
+
+
+def cell_lines(shifts: Mapping[str, float], seeds: int = 5, cell: tuple[str, str] = CELL) -> list[Line]:
+    rng = np.random.default_rng(3)
+    common = rng.normal(0.6, 0.02, seeds)
+    found = []
+    for method, shift in shifts.items():
+        for seed in range(seeds):
+            accuracy = common[seed] + shift + rng.normal(0, 0.004)
+            by_task = {f"accuracy.{task}": accuracy for task in TASKS}
+            found.append(line(*cell, method, seed, accuracy, **by_task))
+    return found
+
+
+def pair_lines(gain: Callable[[list[str], float], float], seeds: int = 3) -> list[Line]:
+    """Baseline and GAR in all pairs and triples; ``gain`` of the tasks and of the cosine between them."""
+    rng, found = np.random.default_rng(5), []
+    suite = load_suite(PAIRS)
+    for mixture in suite.mixtures("pairs_top1"):
+        cosine = rng.uniform(-0.5, 0.5)
+        for seed in range(seeds):
+            base = rng.normal(0.6, 0.01)
+            both = {"task_cosine": cosine, **{n: rng.uniform() for n in ("observed_cosine", "nmi")}}
+            found.append(line("pairs_top1", mixture, "baseline", seed, base, **both))
+            more = gain(mixture.split("-"), cosine) + rng.normal(0, 0.001)
+            found.append(line("pairs_top1", mixture, "gar", seed, base + more))
+    return found
+
+
+def text_of(lines: Iterable[Line], points: Iterable[Line] = ()) -> str:
+    return page(Evidence(list(lines), list(points)))[0]
+
+
+def section(text: str, name: str) -> str:
+    return text.split(f"## {name}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def write(path: Path, lines: list[Line], columns: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = dict.fromkeys([*columns, *(name for each in lines for name in each)])
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(names), restval="")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+# ---------------------------------------------------------------------- the repository's page
+
+
+def test_the_page_is_what_the_stored_runs_give() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_stored_runs_are_under_a_megabyte() -> None:
+    assert sum(path.stat().st_size for path in (ROOT / "docs" / "results").glob("*.csv")) < 1_000_000
+
+
+def test_the_check_sees_a_changed_number_and_a_changed_word(tmp_path: Path) -> None:
+    write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.02}), HEAD)
+    command = [sys.executable, str(SCRIPT), "--docs", str(tmp_path)]
+    assert subprocess.run([*command, "--check"], capture_output=True).returncode != 0  # no page yet
+    subprocess.run(command, check=True)
+    subprocess.run([*command, "--check"], check=True)
+    path = tmp_path / "results.md"
+    written = path.read_text()
+    path.write_text(written.replace("is better than", "is worse than"))
+    failed = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "run benchmarks/results.py" in failed.stderr
+    path.write_text(written)
+    write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.01}), HEAD)
+    assert subprocess.run([*command, "--check"], capture_output=True).returncode == 1
+
+
+# ---------------------------------------------------------------------- numbers and words
+
+
+def test_without_runs_everything_is_not_run() -> None:
+    text = text_of([])
+    assert "Nothing was run yet" in text
+    assert not re.search(r"\b(better|worse) than\b", text)
+    absent = section(text, "Not run")
+    for name in ("frozen", "trained", "pairs", "roberta", "deberta", "torchjd"):
+        assert f"evidence\\_{name}" in absent
+    planned = {run.id for name in Evidence([], []).suites for run in load_suite(name).runs()}
+    assert f"0 of {len(planned)} planned runs" in text
+
+
+def test_differences_against_scipy() -> None:
+    lines = cell_lines({"baseline": 0.0, "gar": 0.03, "stgc": -0.02})
+    evidence = Evidence(lines, [])
+    by = {m: [float(row["accuracy"]) for row in lines if row["method"] == m] for m in ("baseline", "gar")}
+    reference = np.array(by["gar"]) - np.array(by["baseline"])
+    low, high = stats.ttest_1samp(reference, 0).confidence_interval(0.95)
+    found = evidence.difference("accuracy", CELL, "gar", "baseline")
+    assert (found.mean, found.low, found.high) == pytest.approx((reference.mean(), low, high))
+    text = text_of(lines)
+    shown = section(text, "frozen_top1, six_complete")
+    assert f"[+{100 * low:.2f}, +{100 * high:.2f}]" in shown.replace("\\", "")
+    assert "STGC is worse than Baseline" in shown
+    assert "1 better" in section(text, "In short")
+    assert text == text_of(reversed(lines))
+
+
+def test_words_follow_the_interval() -> None:
+    assert "GAR is better" in verdict("GAR", Difference(0.01, 0.001, 0.02, 5))
+    assert "GAR is worse" in verdict("GAR", Difference(-0.01, -0.02, -0.001, 5))
+    for low, high in ((-0.001, 0.02), (0.0, 0.02), (-0.02, 0.0)):
+        said = verdict("GAR", Difference((low + high) / 2, low, high, 5))
+        assert said.startswith("no difference")
+        assert "better" not in said
+    assert "one seed" in verdict("GAR", differences({0: 0.5}, {0: 0.4}))
+    assert "no seed in common" in verdict("GAR", differences({0: 0.5}, {1: 0.4}))
+
+
+def test_only_common_seeds_are_compared() -> None:
+    both = cell_lines({"baseline": 0.0, "gar": 0.01})
+    lines = [each for each in both if (each["method"], each["seed"]) != ("gar", "0")]
+    found = Evidence(lines, []).difference("accuracy", CELL, "gar", "baseline")
+    assert found.seeds == 4
+    missing = section(text_of(lines), "Not run")
+    # 10 seeds are planned in three mixtures; in one of them GAR has 4, Baseline 5
+    row = next(each for each in missing.splitlines() if r"evidence\_frozen | frozen\_top1" in each)
+    assert "GAR 26, " in row
+    assert "Baseline 25" in row
+    assert "| 210 | 9 |" in row
+
+
+def test_what_belongs_to_no_suite_or_was_repeated_is_said() -> None:
+    lines = cell_lines({"baseline": 0.0})
+    foreign = line("elsewhere", "x", "gar", 0, 0.5)
+    again = {**lines[0], "configuration": "other", "accuracy": "0.9"}
+    evidence = Evidence([*lines, foreign, again], [])
+    assert (evidence.foreign, evidence.repeated) == (1, 1)
+    assert evidence.values("accuracy", *CELL, "baseline")[0] == 0.9
+    text = page(evidence)[0]
+    assert "1 runs were stored again" in text
+    assert "1 stored runs belong to no packaged suite" in text
+
+
+def test_the_best_of_several_aggregators_is_said_to_be_picked() -> None:
+    lines = cell_lines({"baseline": 0.0, "upgrad": 0.001, "mgda": -0.01})
+    lines = [{**x, "name": "torchjd"} if x["method"] in ("upgrad", "mgda") else x for x in lines]
+    assert "The best of 2 torchjd aggregators is upgrad; it was picked" in text_of(lines).replace("\\", "")
+
+
+def test_coefficients_and_denominator() -> None:
+    shifts = {"gar-0": 0.0, "gar-1e-3": 0.01, "gar-1e-3-numerator": -0.02, "gar-1e-2": 0.0}
+    text, figures = page(Evidence(cell_lines(shifts, 10, ("sweep_top1", "six_complete")), []))
+    shown = section(text, "Coefficient and denominator")
+    assert "without the denominator, GAR is worse than with it" in shown
+    assert "coefficients.svg" in figures
+    assert "<svg" in figures["coefficients.svg"]
+    assert "results/coefficients.svg" in shown
+
+
+def test_the_paper_s_values_stand_beside_ours() -> None:
+    text = text_of(cell_lines({"baseline": 0.0, "gar": 0.0077}))
+    shown = section(text, "Beside the paper").replace("\\", "")
+    assert re.search(r"\| \+0\.77 \| \[\+0\.(59|60), \+0\.94\] \|", shown)  # the paper's, top-1
+    assert "No reproduction" in shown
+
+
+def test_trajectories_end_with_the_run_itself() -> None:
+    lines = cell_lines({"baseline": 0.0, "gar": 0.01}, 2)
+    points = [
+        {**{name: each[name] for name in KEY}, "update": str(update), **dict.fromkeys(METRICS, "0.5")}
+        for each in lines
+        for update in (500, 1000)
+    ]
+    text, figures = page(Evidence(lines, points))
+    assert "trajectories.svg" in figures
+    assert "results/trajectories.svg" in section(text, "Over training")
+    assert "trajectories.svg" not in page(Evidence(lines, []))[1]
+
+
+def test_balance_is_counted_by_intervals() -> None:
+    lines = cell_lines({"baseline": 0.0, "switchaux": -0.02, "gar": 0.02})
+    for each in lines:
+        spread = 0.001 * int(each["seed"])
+        each["load_variance"] = str((0.01 if each["method"] == "switchaux" else 0.05) + spread)
+        each["nmi"] = str((0.9 if each["method"] == "gar" else 0.1) + spread * (each["method"] != "baseline"))
+    shown = section(text_of(lines), "Load balance, purity and accuracy")
+    assert re.search(r"load variance lower .*\| 1 \| 0 \| 1 \| 0 \|", shown)
+    # SwitchAux's NMI is Baseline's plus a little for most seeds: no interval away from 0 but GAR's
+    assert re.search(r"NMI higher .*\| [12] \| 1 \| [01] \| 0 \|", shown)
+
+
+# ---------------------------------------------------------------------- when does alignment help
+
+
+def test_a_planted_predictor_is_found_and_said() -> None:
+    lines = pair_lines(lambda tasks, cosine: -0.02 * cosine)
+    evidence = Evidence(lines, [])
+    found = gains(evidence, "gar")
+    assert len(found.mixtures) == 66
+    assert found.tasks[0] == ["rte", "mrpc"]
+    cosines = {x["mixture"]: float(x["task_cosine"]) for x in lines if x["method"] == "baseline"}
+    assert found.predictors["task_cosine", None] == pytest.approx([cosines[m] for m in found.mixtures])
+    first = questions(evidence, ["gar"])[0]
+    assert (first.predictor, first.update) == ("task_cosine", None)
+    assert first.answer.rho == pytest.approx(
+        stats.spearmanr(found.predictors["task_cosine", None], found.gain).statistic
+    )
+    assert first.answer.high < 0
+    assert predictor(evidence) == first
+    text, figures = page(evidence)
+    shown = section(text, "When does alignment help")
+    assert "GAR gains more where tasks conflict more" in shown
+    assert "66 mixtures, 3 to 3 seeds each" in shown
+    assert "conflict.svg" in figures
+
+
+def test_no_relation_is_no_predictor() -> None:
+    evidence = Evidence(pair_lines(lambda tasks, cosine: 0.001), [])
+    assert predictor(evidence) is None
+    shown = section(page(evidence)[0], "When does alignment help")
+    assert "a correlation is not shown" in shown
+    assert "Nothing measured under Baseline predicts" in shown
+
+
+def test_the_opposite_of_what_was_expected_is_said_as_well() -> None:
+    shown = section(text_of(pair_lines(lambda tasks, cosine: 0.02 * cosine)), "When does alignment help")
+    assert "GAR gains more where tasks agree more" in shown
+    assert "against the expectation" in shown
+
+
+def test_a_value_on_the_way_may_be_the_predictor() -> None:
+    lines = pair_lines(lambda tasks, cosine: 0.0)
+    by_run = {(x["mixture"], x["seed"]): float(x["accuracy"]) for x in lines if x["method"] == "gar"}
+    points = []
+    for each in (x for x in lines if x["method"] == "baseline"):
+        gain = by_run[each["mixture"], each["seed"]] - float(each["accuracy"])
+        values = {**dict.fromkeys(METRICS, "0.5"), "observed_cosine": str(gain)}
+        points.append({**{name: each[name] for name in KEY}, "update": "250", **values})
+    found = predictor(Evidence(lines, points))
+    assert found is not None
+    assert (found.predictor, found.update) == ("observed_cosine", 250)
+
+
+def test_files_are_read_together(tmp_path: Path) -> None:
+    lines = cell_lines({"baseline": 0.0, "gar": 0.01}, 2)
+    write(tmp_path / "a.csv", lines[:2], HEAD)
+    write(tmp_path / "b.csv", lines[2:], HEAD)
+    point = {**{name: lines[0][name] for name in KEY}, "update": "5", "accuracy": "0.5"}
+    write(tmp_path / "b.trajectories.csv", [point], TRAJECTORY)
+    evidence = load(tmp_path)
+    assert len(evidence.runs) == 4
+    assert list(evidence.points["update"]) == [5]
+    assert math.isnan(
+        evidence.difference("accuracy", ("frozen_top4", "six_complete"), "gar", "baseline").mean
+    )
+    assert page(evidence)[0] == text_of(itertools.chain(lines), [point])
