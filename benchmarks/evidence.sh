@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# The evidence of docs/results.md, a time slice at a time: what has finished when the time is up is kept, and a later
+# call goes on, on another machine too.
+#
+#   benchmarks/evidence.sh SECONDS STEP... [KEY=VALUE...]
+#
+# STEP is `search`, or a packaged suite without its `evidence_` (frozen, pairs, ...). KEY=VALUE is set in all runs.
+#
+#   DATA  the tasks for --data-dir (default: data)
+#   KEPT  what earlier calls brought back (default: docs/results)
+#   OUT   where this call leaves evidence.csv, evidence.trajectories.csv and search.tar.gz (default: evidence)
+#   WORK  run directories, which need not outlive the machine (default: a temporary directory)
+#   GAR   the command (default: gar); JOBS runs at a time of a sweep (default: what fills the GPUs)
+set -u
+seconds=$1; shift
+steps=() overrides=()
+for word in "$@"; do case $word in *=*) overrides+=("$word") ;; *) steps+=("$word") ;; esac; done
+DATA=${DATA:-data} KEPT=${KEPT:-docs/results} OUT=${OUT:-evidence} GAR=${GAR:-gar}
+WORK=${WORK:-$(mktemp -d)}
+end=$((SECONDS + seconds - 15))      # the last seconds are for the archive
+jobs=(${JOBS:+--jobs "$JOBS"})
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+mkdir -p "$OUT" "$WORK/search"
+
+for file in evidence.csv evidence.trajectories.csv search.tar.gz; do
+    if [ ! -e "$OUT/$file" ] && [ -e "$KEPT/$file" ]; then cp "$KEPT/$file" "$OUT/$file"; fi
+done
+if [ -e "$OUT/search.tar.gz" ]; then tar -xzf "$OUT/search.tar.gz" -C "$WORK/search"; fi
+
+archive() {      # candidates too, so that the search goes on; histories are not needed for that
+    tar -czf "$WORK/search.tar.gz" -C "$WORK/search" --exclude=history.jsonl --exclude=diagnostics.json \
+        --exclude=environment.json --exclude=checkpoints --exclude=log.txt --exclude=.sweep --exclude='*.lock' . &&
+        mv "$WORK/search.tar.gz" "$OUT/search.tar.gz"
+}
+
+limited() {      # a command, interrupted when the time is up: it then stops after a checkpoint
+    local left=$((end - SECONDS))
+    if [ "$left" -lt 5 ]; then return 130; fi
+    timeout --signal=INT --kill-after=10 "$left" "$@"
+}
+
+search() {       # both settings at once, each on a GPU of its own where there are two
+    local pids=() number=0 setting device
+    for setting in frozen_top1 frozen_top4; do
+        device=$([ "$gpus" -gt 1 ] && echo "CUDA_VISIBLE_DEVICES=$((number % gpus))" || echo "GAR_NOTHING=")
+        limited env "$device" $GAR search evidence_frozen --setting "$setting" --mixture six_complete \
+            --out "$WORK/search/$setting" --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" \
+            >"$WORK/search-$setting.log" 2>&1 &
+        pids+=($!); number=$((number + 1))
+    done
+    local code=0
+    for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+    tail -n 3 "$WORK"/search-*.log
+    archive
+    return $code
+}
+
+chosen() {       # all choices in one folder, as `--chosen` wants them
+    mkdir -p "$WORK/chosen"
+    if [ -d "$KEPT/chosen" ]; then cp -r "$KEPT/chosen/." "$WORK/chosen/"; fi
+    (cd "$WORK/search" && find . -name chosen.yaml) | while read -r path; do
+        local place=${path#./*/}     # without the folder of the search itself
+        mkdir -p "$WORK/chosen/$(dirname "$place")" && cp "$WORK/search/$path" "$WORK/chosen/$place"
+    done
+}
+
+for step in "${steps[@]}"; do
+    echo "== $step: $((end - SECONDS)) s left"
+    case $step in
+    search) search ;;
+    trained*|roberta|deberta)        # a search there is out of reach: one learning rate for all methods
+        limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$OUT/evidence.csv" --no-models \
+            --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
+    *)
+        chosen
+        limited $GAR sweep "evidence_$step" --chosen "$WORK/chosen" --out "$WORK/runs" \
+            --store "$OUT/evidence.csv" --no-models --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
+    esac
+done
+ls -l "$OUT"
