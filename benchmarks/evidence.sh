@@ -11,6 +11,7 @@
 #   OUT   where this call leaves evidence.csv, evidence.trajectories.csv and search.tar.gz (default: evidence)
 #   WORK  run directories, which need not outlive the machine (default: a temporary directory)
 #   GAR   the command (default: gar); JOBS runs at a time of a sweep (default: what fills the GPUs)
+#   UPDATES, METHODS  of the search's candidates (default: the protocol's, all seven), to try it out
 set -u
 seconds=$1; shift
 steps=() overrides=()
@@ -40,12 +41,13 @@ limited() {      # a command, interrupted when the time is up: it then stops aft
 }
 
 search() {       # both settings at once, each on a GPU of its own where there are two
-    local pids=() number=0 setting device
+    local pids=() device=() number=0 setting method options=(${UPDATES:+--updates "$UPDATES"})
+    for method in ${METHODS:-}; do options+=(--method "$method"); done
     for setting in frozen_top1 frozen_top4; do
-        device=$([ "$gpus" -gt 1 ] && echo "CUDA_VISIBLE_DEVICES=$((number % gpus))" || echo "GAR_NOTHING=")
-        limited env "$device" $GAR search evidence_frozen --setting "$setting" --mixture six_complete \
-            --out "$WORK/search/$setting" --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" \
-            >"$WORK/search-$setting.log" 2>&1 &
+        if [ "$gpus" -gt 1 ]; then device=("CUDA_VISIBLE_DEVICES=$((number % gpus))"); fi
+        limited env "${device[@]}" $GAR search evidence_frozen --setting "$setting" --mixture six_complete \
+            --out "$WORK/search/$setting" --data-dir "$DATA" "${jobs[@]}" \
+            "${options[@]}" "${overrides[@]}" >"$WORK/search-$setting.log" 2>&1 &
         pids+=($!); number=$((number + 1))
     done
     local code=0

@@ -168,6 +168,8 @@ def test_words_follow_the_interval() -> None:
         said = verdict("GAR", Difference((low + high) / 2, low, high, 5))
         assert said.startswith("no difference")
         assert "better" not in said
+    for equal in (Difference(0.01, 0.01, 0.01, 5), Difference(0.01, 0.005, 0.015, 2)):
+        assert verdict("GAR", equal).startswith("no difference")
     assert "one seed" in verdict("GAR", differences({0: 0.5}, {0: 0.4}))
     assert "no seed in common" in verdict("GAR", differences({0: 0.5}, {1: 0.4}))
 

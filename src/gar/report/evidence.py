@@ -30,13 +30,20 @@ APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
 #: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
 
+#: Fewer seeds carry no winner.
+LEAST_SEEDS = 3
+
 Cell = tuple[str, str]
 PLACES = ("setting", "mixture", "method", "seed")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A method minus another over the seeds that both have."""
+    """A method minus another over the seeds that both have.
+
+    Accuracies are counts: with two seeds, or where all differences are equal, an interval of width 0 is no
+    certainty, and neither better nor worse is said.
+    """
 
     mean: float = math.nan
     low: float = math.nan
@@ -45,11 +52,15 @@ class Difference:
 
     @property
     def better(self) -> bool:
-        return self.low > 0
+        return self._told and self.low > 0
 
     @property
     def worse(self) -> bool:
-        return self.high < 0
+        return self._told and self.high < 0
+
+    @property
+    def _told(self) -> bool:
+        return self.seeds >= LEAST_SEEDS and self.low < self.high
 
 
 class Evidence:

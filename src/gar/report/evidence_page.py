@@ -69,8 +69,8 @@ there are coarse.
 **Terms.** Differences are paired by seed: both methods have the same start, data order and dropout.
 Intervals are 95 % Student-t intervals over seeds, nominal: not corrected for their number, so of 20 true
 zeros one is expected to look like a difference. They tell of other seeds on these data, not of other data.
-"Better" and "worse" are said only where the interval excludes 0. Accuracies in %, differences in percentage
-points (pp).
+"Better" and "worse" are said only where the interval of three seeds or more excludes 0. Accuracies in %,
+differences in percentage points (pp).
 """
 
 ASKED = """\
