@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 
 from gar.metrics import holm, predicts, rank_correlation
 
-TASKS = "abcdefg"
+TASKS = "abcdefghijk"
 PAIRS = [set(pair) for pair in itertools.combinations(TASKS, 2)]
 
 
@@ -72,8 +72,8 @@ def test_predictions_against_slow_loops():
     rng = np.random.default_rng(0)
     x = rng.normal(size=len(PAIRS))
     y = -0.7 * x + rng.normal(size=len(PAIRS))
-    found = predicts(x, y, PAIRS, draws=60)
-    of_tasks, of_mixtures, p = slow_intervals(x.tolist(), y.tolist(), PAIRS, 60)
+    found = predicts(x, y, PAIRS, draws=80)
+    of_tasks, of_mixtures, p = slow_intervals(x.tolist(), y.tolist(), PAIRS, 80)
     assert found.rho == pytest.approx(slow_spearman(x.tolist(), y.tolist()))
     assert (found.low, found.high) == pytest.approx(of_tasks)
     assert found.naive == pytest.approx(of_mixtures)
@@ -83,15 +83,15 @@ def test_predictions_against_slow_loops():
         rows = [i for i, mixture in enumerate(PAIRS) if task not in mixture]
         left.append(slow_spearman([x[i] for i in rows], [y[i] for i in rows]))
     assert found.without == pytest.approx((min(left), max(left)))
-    assert (found.mixtures, found.tasks) == (21, 7)
-    assert found == predicts(x, y, PAIRS, draws=60)
+    assert (found.mixtures, found.tasks) == (55, 11)
+    assert found == predicts(x, y, PAIRS, draws=80)
 
 
 def test_one_unusual_task_is_no_finding():
-    """Predictor and gain are high wherever task a is: fifteen mixtures of noise, six that share a cause."""
+    """Predictor and gain are high wherever task a is: 45 mixtures of noise, ten that share a cause."""
     rng = np.random.default_rng(4)
     unusual = np.array([float("a" in pair) for pair in PAIRS])
-    x, y = 3 * unusual + rng.normal(size=21), 3 * unusual + rng.normal(size=21)
+    x, y = 3 * unusual + rng.normal(size=55), 3 * unusual + rng.normal(size=55)
     found = predicts(x, y, PAIRS)
     assert found.naive[0] > 0  # mixtures as independent observations would call it found
     assert found.p < 0.05
@@ -101,18 +101,18 @@ def test_one_unusual_task_is_no_finding():
 
 def test_a_relation_that_all_tasks_carry_is_found():
     rng = np.random.default_rng(2)
-    x = rng.normal(size=21)
-    found = predicts(x, -x + 0.1 * rng.normal(size=21), PAIRS)
+    x = rng.normal(size=55)
+    found = predicts(x, -x + 0.1 * rng.normal(size=55), PAIRS)
     assert found.found
     assert found.high < 0
     assert found.p < 0.01
-    turned = predicts(-x, -x + 0.1 * rng.normal(size=21), PAIRS)
+    turned = predicts(-x, -x + 0.1 * rng.normal(size=55), PAIRS)
     assert turned.found
     assert turned.low > 0
 
 
 def test_degenerate_predictions():
-    constant = predicts([1.0] * 21, np.arange(21.0), PAIRS, draws=20)
+    constant = predicts([1.0] * 55, np.arange(55.0), PAIRS, draws=20)
     assert math.isnan(constant.rho)
     assert math.isnan(constant.low)
     assert math.isnan(constant.p)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from gar.sweeps.stored import KEY, Store, collect
 from gar.sweeps.suite import Suite
 from gar.sweeps.sweep import make_plan, run_sweep
 from support.sweeps import StandIn, fail, finish, quiet, tiny_base, tiny_suite
+
+ROOT = Path(__file__).parent.parent
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -218,3 +223,51 @@ def test_a_task_of_one_s_own_is_not_exported(tmp_path: Path) -> None:
     mixture = load_mixture(MixtureConfig.model_validate(tiny_base()["mixture"]))
     with pytest.raises(UserError, match="'mood': cannot be exported"):
         export(mixture, tmp_path)
+
+
+# ---------------------------------------------------------------------- a time slice
+
+
+def slice_of(tmp_path: Path, *words: str, seconds: int = 60) -> list[str]:
+    """Run benchmarks/evidence.sh with a stand-in for gar; the commands that it was given."""
+    log, stand_in = tmp_path / "commands.txt", tmp_path / "gar"
+    stand_in.write_text(
+        "#!/usr/bin/env bash\n"
+        f'echo "$*" >> {log}\n'
+        'while [ "$1" != "--out" ]; do shift; done\n'
+        'mkdir -p "$2/frozen_top1/six_complete/gar/.candidates/k/seed-1000"\n'
+        'echo x > "$2/frozen_top1/six_complete/gar/chosen.yaml"\n'
+        'echo x > "$2/frozen_top1/six_complete/gar/.candidates/k/seed-1000/result.json"\n'
+        'echo x > "$2/frozen_top1/six_complete/gar/.candidates/k/seed-1000/history.jsonl"\n'
+    )
+    stand_in.chmod(0o755)
+    places = {"DATA": "data", "KEPT": "kept", "OUT": "out", "WORK": "work", "GAR": "gar"}
+    environment = os.environ | {name: str(tmp_path / place) for name, place in places.items()}
+    script = ROOT / "benchmarks" / "evidence.sh"
+    subprocess.run([str(script), str(seconds), *words], env=environment, check=True, capture_output=True)
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_slice_goes_on_with_what_the_last_one_kept(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "evidence.csv").write_text("id\n")
+    commands = slice_of(tmp_path, "search", "pairs", "trained_ffn", "optimizer.updates=7")
+    assert [command.split()[0] for command in commands] == ["search", "search", "sweep", "sweep"]
+    assert all(command.endswith("optimizer.updates=7") for command in commands)
+    pairs, trained = commands[2:]
+    assert f"evidence_pairs --chosen {tmp_path}/work/chosen" in pairs
+    assert "--chosen" not in trained
+    assert all(f"--store {tmp_path}/out/evidence.csv" in command for command in (pairs, trained))
+    assert (tmp_path / "out" / "evidence.csv").read_text() == "id\n"
+    assert (tmp_path / "work/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
+    with tarfile.open(tmp_path / "out" / "search.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"chosen.yaml", "result.json"} <= names
+    assert "history.jsonl" not in names
+    shutil.rmtree(tmp_path / "work")
+    slice_of(tmp_path, "pairs")  # another machine: the choices come out of the archive
+    assert (tmp_path / "work/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
+
+
+def test_a_slice_without_time_starts_nothing(tmp_path: Path) -> None:
+    assert slice_of(tmp_path, "search", "pairs", seconds=16) == []

@@ -60,7 +60,8 @@ def predicts(
 
     The same input gives the same numbers: the draws are those of a fixed seed of numpy's frozen generator.
 
-    Degenerate: an interval needs half of its draws to have a correlation, else it is NaN.
+    Degenerate: an interval needs half of its draws to have a correlation, else it is NaN. With few tasks a
+    draw holds few different mixtures, and the interval over tasks is wide: eight tasks are few.
     """
     x, y = real(predictor, "predictor", "N"), real(gain, "gain", "N")
     if not len(x) == len(y) == len(mixtures):
