@@ -196,6 +196,7 @@ def test_what_belongs_to_no_suite_or_was_repeated_is_said() -> None:
     assert evidence.values("accuracy", *CELL, "baseline")[0] == 0.9
     text = page(evidence)[0]
     assert "1 runs were stored again" in text
+    assert "**5 runs differ from their suite" in text  # these have made-up digests
     assert "1 stored runs belong to no packaged suite" in text
 
 

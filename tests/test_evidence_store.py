@@ -22,7 +22,7 @@ from gar.runs import State, state_of
 from gar.runs.names import RESULT
 from gar.sweeps.executors import Event, Job
 from gar.sweeps.local import LocalExecutor
-from gar.sweeps.stored import KEY, Store, collect
+from gar.sweeps.stored import KEY, Store, collect, follows
 from gar.sweeps.suite import Suite
 from gar.sweeps.sweep import make_plan, run_sweep
 from support.sweeps import StandIn, fail, finish, quiet, tiny_base, tiny_suite
@@ -135,6 +135,17 @@ def test_a_line_has_what_the_run_s_files_say(tmp_path: Path) -> None:
     assert all(point[name] == line[name] for name in KEY[:2])
     cosine = early["evaluation"]["routing"]["task_cosine"]
     assert float(point["task_cosine"]) == pytest.approx(cosine, rel=1e-4, abs=1e-12)
+
+
+def test_a_line_says_whether_its_run_follows_a_suite(tmp_path: Path) -> None:
+    suite = tiny_suite(methods={"own": {"name": "gar", "coefficient": 0.1, "objective": "numerator_only"}})
+    (combination,) = suite.combinations()
+    searched = {"optimizer.learning_rate": 0.00123456789012, "method.coefficient": 0.0234567890123}
+    others: list[dict[str, Any]] = [{"optimizer.updates": 2}, {"mixture.batch_size": 4}]
+    for number, changes in enumerate([searched, *others]):
+        sweep(suite.replace(changes), tmp_path / str(number), tmp_path / "runs.csv")
+    store = Store(tmp_path / "runs.csv")
+    assert [follows(line, combination) for line in store.lines.values()] == [True, False, False]
 
 
 def test_collect_takes_directories_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

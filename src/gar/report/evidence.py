@@ -20,7 +20,7 @@ from gar.data.load import resolve
 from gar.methods import REGISTRY
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
-from gar.sweeps.stored import HEAD, TRAJECTORY, read_lines
+from gar.sweeps.stored import HEAD, TRAJECTORY, follows, read_lines
 from gar.sweeps.suite import Suite, load_suite, shipped
 
 PREFIX = "evidence_"
@@ -68,10 +68,16 @@ class Evidence:
 
     def __init__(self, lines: Sequence[Mapping[str, str]], points: Sequence[Mapping[str, str]]) -> None:
         self.suites = {name: load_suite(name) for name in shipped() if name.startswith(PREFIX)}
-        planned = {run.id for suite in self.suites.values() for run in suite.runs()}
+        planned = {run.id: run.combination for suite in self.suites.values() for run in suite.runs()}
         known = [line for line in lines if line["id"] in planned]
         last = {line["id"]: line for line in known}  # a run that was repeated counts once, the last time
         self.repeated, self.foreign = len(known) - len(last), len(lines) - len(known)
+        kinds = {(planned[line["id"]].id, line["configuration"]): line for line in last.values()}
+        other = {key for key, line in kinds.items() if not follows(line, planned[line["id"]])}
+        self.deviating = sum(
+            (planned[line["id"]].id, line["configuration"]) in other for line in last.values()
+        )
+        """Runs that differ from their suite in more than hyper-parameters: in length, sample, backbone."""
         self.runs = _frame([{**line, **_places(line["id"])} for line in last.values()], (*PLACES, *HEAD))
         kept = {(line["id"], line["configuration"]) for line in last.values()}
         inside = [point for point in points if (point["id"], point["configuration"]) in kept]

@@ -138,6 +138,11 @@ def _made_on(evidence: Evidence) -> str:
             f"They were made on: {'; '.join(made)}. "
             f"Together they took {runs['seconds'].sum() / 3600:.1f} hours."
         )
+    if evidence.deviating:
+        said.append(
+            f"**{evidence.deviating} runs differ from their suite in more than hyper-parameters** (length, "
+            "samples, backbone, or a version with other keys)."
+        )
     if evidence.repeated:
         said.append(f"{evidence.repeated} runs were stored again later; the later ones count.")
     if evidence.foreign:

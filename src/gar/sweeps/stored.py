@@ -1,7 +1,7 @@
 """Finished runs as lines of a CSV file: what stays of a sweep when its directories are gone.
 
 A line has all that tables need of a run, and what tells it from any other: its id, which ends with its seed,
-and the digests of its configuration and data. Accuracies have six significant digits, all else five. The
+and the digests of its configuration and data. Accuracies have six significant digits, metrics five. The
 evaluations on the way are lines of a second file beside it, ``NAME.trajectories.csv``, with fewer metrics.
 """
 
@@ -13,8 +13,11 @@ import io
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from gar.config import flat
 from gar.errors import UserError, path_errors, path_kind
@@ -24,7 +27,7 @@ from gar.presets.catalogue import METHOD_FIELDS
 from gar.runs import Run, State, find_runs, read_run
 from gar.runs.files import read_json, write_text
 from gar.sweeps.store import RECORD
-from gar.sweeps.suite import PlannedRun
+from gar.sweeps.suite import Combination, PlannedRun
 
 Line = dict[str, str]
 
@@ -36,6 +39,7 @@ HEAD = (
     "hyperparameters", "seconds",
 )  # fmt: skip
 TRAJECTORY = ("id", "configuration", "update")
+CHOSEN_KEYS = ("learning_rate", "clip", "weight_decay")
 #: The metrics kept of an evaluation on the way.
 ON_THE_WAY = (
     "accuracy", "load_variance", "nmi", "task_cosine", "observed_cosine", "task_conflict",
@@ -151,8 +155,8 @@ def line_of(run: Run, record: Mapping[str, Any]) -> Line:
         "torch": (environment.get("libraries") or {}).get("torch"),
         "device": environment.get("device_name") or environment.get("device"),
         "updates": result.get("updates", optimizer["updates"]),
-        **{key: optimizer[key] for key in ("learning_rate", "clip", "weight_decay")},
-        "hyperparameters": " ".join(f"{key}={_cell(value)}" for key, value in _own(method).items()),
+        **{key: repr(optimizer[key]) for key in CHOSEN_KEYS},
+        "hyperparameters": " ".join(f"{key}={value}" for key, value in _own(method).items()),
         "seconds": record["seconds"],
         **_metrics(result),
         "accuracy": f"{result['accuracy']['macro']:.6g}",
@@ -160,6 +164,19 @@ def line_of(run: Run, record: Mapping[str, Any]) -> Line:
         **{f"extra.{name}": share for name, share in (result["accuracy"].get("extra") or {}).items()},
     }
     return {name: _cell(value) for name, value in facts.items()}
+
+
+def follows(line: Mapping[str, str], combination: Combination) -> bool:
+    """Whether a line's run is the combination's but for its hyper-parameters, by its digest."""
+    changes: dict[str, Any] = {f"optimizer.{key}": float(line[key]) for key in CHOSEN_KEYS}
+    for word in line["hyperparameters"].split():
+        key, _, value = word.partition("=")
+        changes[f"method.{key}"] = yaml.safe_load(value)
+    try:
+        same = replace(combination, changes={**combination.changes, **changes}).digest
+    except UserError:
+        return False
+    return same[:DIGITS] == line["configuration"]
 
 
 def points_of(run: Run, line: Line) -> Iterator[Line]:
