@@ -15,11 +15,13 @@ from gar.cli.compare import compare
 from gar.cli.options import DeviceOption, Overrides
 from gar.comparison.arms import RECORD
 from gar.errors import UserError
+from gar.methods import COMPARED, REGISTRY
 from gar.sweeps.store import SWEEP, hold
 
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
 #: Mixed experts, balanced but mixed ones, specialised ones.
-METHODS = ("baseline", "switchaux", "gar")
+#: Mixed, balanced, specialised: the proposed method comes last.
+METHODS = sorted(COMPARED, key=lambda name: REGISTRY[name].proposed)
 #: Runs at a time; each takes up to a gigabyte.
 JOBS = 2
 #: The directory of the runs, which a comparison names after its file.

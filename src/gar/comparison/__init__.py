@@ -3,12 +3,10 @@
 :func:`compare` is ``gar compare``; :func:`judge` and :func:`recommend` are its rules on plain numbers.
 """
 
-from gar.comparison.arms import METHODS
 from gar.comparison.compare import Comparison, Recommended, Stopped, compare
 from gar.comparison.verdict import Kind, Recommendation, Verdict, judge, recommend
 
 __all__ = [
-    "METHODS",
     "Comparison",
     "Kind",
     "Recommendation",

@@ -11,15 +11,13 @@ from gar.config import Config, build, set_key
 from gar.data import identity
 from gar.data.load import resolve
 from gar.errors import UserError, one_of
-from gar.methods import REGISTRY
+from gar.methods import COMPARED, REFERENCE, REGISTRY
 from gar.runs.directory import first_difference
 from gar.runs.files import read_json, write_json
 from gar.runs.names import path_part
 from gar.sweeps.store import SWEEP
 from gar.sweeps.suite import MANY_SEEDS, Combination, PlannedRun, Tree
 
-REFERENCE = "baseline"
-METHODS = (REFERENCE, "gar", "switchaux")
 RECORD = "comparison.json"
 #: Share of every training split that is held out to choose the model by.
 SELECTION = 0.1
@@ -64,9 +62,10 @@ def make_arms(
 ) -> Arms:
     """The arms of a configuration; its own method keeps its coefficients, the others have their defaults.
 
-    Without ``methods`` they are :data:`METHODS` and the configuration's own. Baseline is always among them.
+    Without ``methods`` they are :data:`gar.methods.COMPARED` and the configuration's own. Baseline is always
+    among them.
     """
-    chosen = list(methods) if methods else [*METHODS, config.method.name]
+    chosen = list(methods) if methods else [*COMPARED, config.method.name]
     for name in chosen:
         if name not in REGISTRY:
             raise one_of("--methods", name, REGISTRY)

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from gar.comparison.arms import REFERENCE, Arms, check_record, make_arms, write_record
+from gar.comparison.arms import Arms, check_record, make_arms, write_record
 from gar.comparison.estimate import WORKER_START, Estimate, Prepared, Progress
 from gar.comparison.verdict import Recommendation, Verdict, judge, listing, number, recommend
 from gar.config import Config, build, load_tree
 from gar.data import Mixture, Task, load_mixture, majority_shares, selection_mixture
 from gar.errors import UserError, path_kind
+from gar.methods import REFERENCE
 from gar.presets.catalogue import resolve_config
 from gar.report.comparison import Line, Paired, Words, compared_lines, write_comparison
 from gar.report.results import Results

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from gar.methods import REFERENCE
 from gar.metrics import paired_difference
 from gar.report.comparison import Paired
 
@@ -104,7 +105,7 @@ def recommend(
     accuracies: Mapping[str, Mapping[int, float]],
     seeds: Sequence[int],
     labels: Mapping[str, str],
-    reference: str = "baseline",
+    reference: str = REFERENCE,
 ) -> Recommendation | None:
     """Choose by accuracies on the selection part alone, ``{method: {seed: macro}}``; None without Baseline.
 

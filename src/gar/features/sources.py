@@ -298,8 +298,8 @@ def sources_of(
     if not is_cached(model, cache):
         return [RawSource(model, part, cache) for part in parts]
     splits = [split for part in parts for split in part]
-    entries = _entries(model, splits, cache)
-    features = build_features(model, splits, cache, progress)
+    place = _Place.of(model, cache)
+    features = place.features(model, splits, progress)
 
     def make() -> list[CachedSource]:
         own = iter(features)
@@ -307,7 +307,7 @@ def sources_of(
 
     labels = hashlib.blake2b(b"".join(split.labels.tobytes() for split in splits)).hexdigest()
     shape = tuple(map(len, parts))
-    key = (tuple(entry.name for entry in entries), shape, labels, model.device, model.dtype)
+    key = (tuple(entry.name for entry in place.entries(splits)), shape, labels, model.device, model.dtype)
     return list(make() if keep is None else keep(key, make))
 
 
@@ -318,31 +318,45 @@ def build_features(
     progress: Progress | None = None,
 ) -> list[Features]:
     """The features of splits under a frozen backbone, from the cache or computed into it, in order."""
-    facts, root, dtype = prefix_facts(model), cache_root(cache.directory), _kept_dtype(model, cache)
-    check_ahead(_entries(model, splits, cache))
-    counter = _Counter(progress, sum(map(len, splits)))
-    features = []
-    for split in splits:
-        features.append(open_or_build(root, facts, split, dtype, partial(_fill, model, split, counter)))
-        counter.done(split)
-    return features
+    return _Place.of(model, cache).features(model, splits, progress)
 
 
 def absent_features(
     model: MultiTaskModel, splits: Sequence[TokenizedSplit], cache: CacheConfig
 ) -> list[TokenizedSplit]:
     """The splits whose features the cache does not have; those that it has may still be damaged."""
-    entries = zip(splits, _entries(model, splits, cache), strict=True)
+    entries = zip(splits, _Place.of(model, cache).entries(splits), strict=True)
     return [split for split, entry in entries if not entry.is_dir()]
 
 
-def _entries(model: MultiTaskModel, splits: Sequence[TokenizedSplit], cache: CacheConfig) -> list[Path]:
-    facts, root, dtype = prefix_facts(model), cache_root(cache.directory), _kept_dtype(model, cache)
-    return [entry_of(root, facts, split, dtype) for split in splits]
+@dataclass(frozen=True)
+class _Place:
+    """Where the features of a prefix lie; its facts are asked for once, since they read all weights."""
 
+    facts: dict[str, Any]
+    root: Path
+    dtype: str
 
-def _kept_dtype(model: MultiTaskModel, cache: CacheConfig) -> str:
-    return "float64" if (cache.dtype, model.config.dtype) == ("float32", "float64") else cache.dtype
+    @classmethod
+    def of(cls, model: MultiTaskModel, cache: CacheConfig) -> _Place:
+        exact = (cache.dtype, model.config.dtype) == ("float32", "float64")
+        return cls(prefix_facts(model), cache_root(cache.directory), "float64" if exact else cache.dtype)
+
+    def entries(self, splits: Sequence[TokenizedSplit]) -> list[Path]:
+        return [entry_of(self.root, self.facts, split, self.dtype) for split in splits]
+
+    def features(
+        self, model: MultiTaskModel, splits: Sequence[TokenizedSplit], progress: Progress | None
+    ) -> list[Features]:
+        """From the cache, or computed into it."""
+        check_ahead(self.entries(splits))
+        counter = _Counter(progress, sum(map(len, splits)))
+        features = []
+        for split in splits:
+            fill = partial(_fill, model, split, counter)
+            features.append(open_or_build(self.root, self.facts, split, self.dtype, fill))
+            counter.done(split)
+        return features
 
 
 def _fill(model: MultiTaskModel, split: TokenizedSplit, counter: _Counter, writer: Writer) -> None:

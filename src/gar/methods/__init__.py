@@ -25,6 +25,12 @@ REGISTRY: dict[str, type[Method]] = {
     cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
 }
 
+#: The method that every other is compared with, and the one that is set against every other.
+REFERENCE = next(name for name, cls in REGISTRY.items() if cls.reference)
+PROPOSED = next(name for name, cls in REGISTRY.items() if cls.proposed)
+#: What a comparison has where nothing else is asked for.
+COMPARED = tuple(name for name, cls in REGISTRY.items() if cls.compared)
+
 
 def register(cls: type[Method]) -> type[Method]:
     """Make a method class available by its ``name`` (usable as a decorator).
@@ -84,7 +90,10 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
 
 
 __all__ = [
+    "COMPARED",
     "GAR",
+    "PROPOSED",
+    "REFERENCE",
     "REGISTRY",
     "STGC",
     "Baseline",

@@ -51,6 +51,8 @@ class Method(BaseModel):
     #: Whether every other method is compared with it, and whether it is set against every other one.
     reference: ClassVar[bool] = False
     proposed: ClassVar[bool] = False
+    #: Whether a comparison has it where nothing else is asked for.
+    compared: ClassVar[bool] = False
     #: Whether it needs every group's gradient in all parameters (:attr:`Pass.whole` in its own backward).
     whole_gradients: ClassVar[bool] = False
 
@@ -66,6 +68,7 @@ class Method(BaseModel):
             "style": None,
             "reference": False,
             "proposed": False,
+            "compared": False,
             "capturable": False,
         }
         for key, value in defaults.items():

@@ -14,4 +14,5 @@ class Baseline(Method):
     label: ClassVar[str] = "Baseline"
     style: ClassVar[tuple[str, str] | None] = ("ink", "o")
     capturable: ClassVar[bool] = True
+    compared: ClassVar[bool] = True
     reference: ClassVar[bool] = True

@@ -33,6 +33,7 @@ class GAR(Method):
     label: ClassVar[str] = "GAR"
     style: ClassVar[tuple[str, str] | None] = ("#0072B2", "D")
     capturable: ClassVar[bool] = True
+    compared: ClassVar[bool] = True
     proposed: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="lambda; 0 is exactly Baseline")
     objective: Literal["load_normalized", "numerator_only"] = "load_normalized"

@@ -27,6 +27,7 @@ class SwitchAux(Method):
     label: ClassVar[str] = "SwitchAux"
     style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
     capturable: ClassVar[bool] = True
+    compared: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="alpha")
 
     @property

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from gar.methods import REFERENCE
 from gar.metrics import METRICS, Metric
 from gar.report import _style as style
 from gar.report import _tables as tables
@@ -63,7 +64,7 @@ class Line:
 
 
 def compared_lines(
-    results: Results, methods: Sequence[str], majority: Mapping[str, float], reference: str = "baseline"
+    results: Results, methods: Sequence[str], majority: Mapping[str, float], reference: str = REFERENCE
 ) -> list[Line]:
     """Every task's accuracy, their mean, and the routing metrics; ``majority`` is by task, in order.
 

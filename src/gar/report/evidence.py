@@ -17,13 +17,15 @@ import pandas as pd
 
 from gar.config import MixtureConfig
 from gar.data.load import resolve
-from gar.methods import REGISTRY
+from gar.methods import COMPARED, PROPOSED, REFERENCE, REGISTRY
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, read_lines
 from gar.sweeps.suite import Suite, load_suite, shipped
 
 PREFIX = "evidence_"
+#: What a comparison sets beside Baseline.
+OTHERS = tuple(name for name in COMPARED if name != REFERENCE)
 #: The suite of "when does alignment help", and those of the coefficient and of the denominator.
 PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "evidence_denominator"
 APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
@@ -221,14 +223,14 @@ def gains(evidence: Evidence, method: str) -> Gains:
     columns: dict[tuple[str, int | None], list[float]] = {key: [] for key in wanted}
     by_id = dict(iter(evidence.points.groupby("id"))) if len(evidence.points) else {}
     for cell in evidence.cells([PAIRS]):
-        difference = evidence.difference("accuracy", cell, method, "baseline")
+        difference = evidence.difference("accuracy", cell, method, REFERENCE)
         if not difference.seeds:
             continue
         found.mixtures.append(cell[1])
         found.tasks.append(_tasks(suite, cell))
         found.gain.append(difference.mean)
         found.seeds.append(difference.seeds)
-        rows = evidence.rows(*cell, "baseline")
+        rows = evidence.rows(*cell, REFERENCE)
         points = pd.concat([by_id[i] for i in rows["id"] if i in by_id] or [evidence.points])
         for name, update in wanted:
             values = rows[name] if update is None else points.loc[points["update"] == update, name]
@@ -238,7 +240,7 @@ def gains(evidence: Evidence, method: str) -> Gains:
     return found
 
 
-def questions(evidence: Evidence, methods: Iterable[str] = ("gar", "switchaux")) -> list[Question]:
+def questions(evidence: Evidence, methods: Iterable[str] = OTHERS) -> list[Question]:
     """Every predictor at every time against every method's gain; the question asked beforehand is the first.
 
     Asked beforehand is whether ``task_cosine`` of Baseline's finished runs goes with GAR's gain. All others
@@ -265,7 +267,7 @@ def predictor(evidence: Evidence) -> Question | None:
     The question asked beforehand if its interval, over tasks, lies on one side of 0; else the strongest
     explored one whose adjusted p-value is below 0.05 as well; else None: then nothing is to be said.
     """
-    asked = [question for question in questions(evidence, ["gar"]) if not math.isnan(question.answer.rho)]
+    asked = [question for question in questions(evidence, [PROPOSED]) if not math.isnan(question.answer.rho)]
     if asked and (asked[0].predictor, asked[0].update) == (PREDICTORS[0], None) and asked[0].answer.found:
         return asked[0]
     adjusted = holm([question.answer.p for question in asked])

@@ -7,6 +7,7 @@ as not run.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from gar.methods import REGISTRY
+from gar.methods import PROPOSED, REFERENCE, REGISTRY
 from gar.metrics import METRICS, Metric, holm
 from gar.presets import paper
 from gar.report._style import INK, Panels, svg, title
@@ -25,6 +26,7 @@ from gar.report.evidence import (
     APART,
     COEFFICIENTS,
     DENOMINATOR,
+    OTHERS,
     PAIRS,
     PREDICTORS,
     Cell,
@@ -154,9 +156,9 @@ def _short(evidence: Evidence) -> list[Part]:
     """The verdict on GAR in every cell, sorted by what it is."""
     kinds: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": [], "not compared": []}
     for cell in evidence.cells(name for name in evidence.suites if name not in APART):
-        if not {"gar", "baseline"} <= set(evidence.methods(cell)):
+        if not {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
             continue
-        found = evidence.difference("accuracy", cell, "gar", "baseline")
+        found = evidence.difference("accuracy", cell, PROPOSED, REFERENCE)
         unknown = math.isnan(found.low)
         kind = "better" if found.better else "worse" if found.worse else "not told apart"
         kinds["not compared" if unknown else kind].append(f"- {', '.join(cell)}: {verdict('GAR', found)}.")
@@ -175,9 +177,7 @@ def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
     for method in evidence.methods(cell):
         runs, accuracy = evidence.rows(*cell, method), METRICS["accuracy"]
         gain = (
-            Difference()
-            if method == "baseline"
-            else evidence.difference("accuracy", cell, method, "baseline")
+            Difference() if method == REFERENCE else evidence.difference("accuracy", cell, method, REFERENCE)
         )
         contents = {
             "method": label(method),
@@ -192,31 +192,35 @@ def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
         }
         rows.append(Row(contents))
     notes = [
-        f"{verdict(label(method), evidence.difference('accuracy', cell, method, 'baseline'))}."
+        f"{verdict(label(method), evidence.difference('accuracy', cell, method, REFERENCE))}."
         for method in evidence.methods(cell)
-        if method != "baseline"
+        if method != REFERENCE
     ]
-    if tried := [m for m in evidence.methods(cell) if set(evidence.rows(*cell, m)["name"]) == {"torchjd"}]:
-        best = max(tried, key=lambda m: evidence.rows(*cell, m)["accuracy"].mean())
-        notes.append(
-            f"The best of {len(tried)} torchjd aggregators is {best}; it was picked by the accuracies above, "
-            "which flatters it."
-        )
+    forms: dict[str, list[str]] = defaultdict(list)
+    for method in evidence.methods(cell):
+        forms[str(evidence.rows(*cell, method)["name"].iloc[0])].append(method)
+    for name, tried in forms.items():
+        if len(tried) > 1:
+            best = max(tried, key=lambda method: evidence.rows(*cell, method)["accuracy"].mean())
+            notes.append(
+                f"The best of {len(tried)} forms of {label(name)} is {best}; it was picked by the accuracies "
+                "above, which flatters it."
+            )
     parts: list[Part] = [Table("runs", "Means over seeds", rows, notes)]
-    if {"gar", "baseline"} <= set(evidence.methods(cell)):
+    if {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
         parts.append(_by_task(evidence, cell))
     return parts
 
 
 def _by_task(evidence: Evidence, cell: Cell) -> Table:
-    own = evidence.rows(*cell, "baseline")
+    own = evidence.rows(*cell, REFERENCE)
     rows = []
     for name in (n for n in own if str(n).startswith("accuracy.") and own[n].notna().any()):
-        gain, metric = evidence.difference(name, cell, "gar", "baseline"), METRICS["accuracy"]
+        gain, metric = evidence.difference(name, cell, PROPOSED, REFERENCE), METRICS["accuracy"]
         contents = {
             "task": str(name).removeprefix("accuracy."),
             "Baseline": shown(metric, own[name].mean()),
-            "GAR": shown(metric, _mean(evidence.rows(*cell, "gar"), name)),
+            "GAR": shown(metric, _mean(evidence.rows(*cell, PROPOSED), name)),
             "difference, pp": shown(POINTS, gain.mean, sign=True),
             "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
         }
@@ -243,7 +247,7 @@ def _beside(evidence: Evidence) -> list[Part]:
                     ),
                     None,
                 )
-                found = evidence.difference(metric, cell, "gar", "baseline")
+                found = evidence.difference(metric, cell, PROPOSED, REFERENCE)
                 if printed is None or not found.seeds:
                     continue
                 shape, scale = (POINTS, 100.0) if metric == "accuracy" else (METRICS[metric], 1.0)
@@ -312,10 +316,10 @@ def _balance(evidence: Evidence) -> list[Part]:
         told: dict[str, int] = dict.fromkeys(("changed", "better", "worse", "neither"), 0)
         for cell in evidence.cells(s for s in evidence.suites if s not in APART):
             for method in evidence.methods(cell):
-                change = evidence.difference(name, cell, method, "baseline")
-                gain = evidence.difference("accuracy", cell, method, "baseline")
+                change = evidence.difference(name, cell, method, REFERENCE)
+                gain = evidence.difference("accuracy", cell, method, REFERENCE)
                 if (
-                    method == "baseline"
+                    method == REFERENCE
                     or not (change.worse if down else change.better)
                     or math.isnan(gain.low)
                 ):
@@ -342,7 +346,7 @@ def _when(evidence: Evidence) -> list[Part]:
     asked = questions(evidence)
     if not asked:
         return ["Not run.\n"]
-    own = gains(evidence, "gar")
+    own = gains(evidence, PROPOSED)
     parts: list[Part] = [
         ASKED,
         f"{len(own.mixtures)} mixtures, {min(own.seeds, default=0)} to {max(own.seeds, default=0)} seeds.\n",
@@ -391,12 +395,12 @@ def _answer(evidence: Evidence, asked: Sequence[Question]) -> str:
 
 def _gain_table(evidence: Evidence) -> Table:
     rows = []
-    for method in ("gar", "switchaux"):
+    for method in OTHERS:
         cells = list(evidence.cells([PAIRS]))
-        found = [evidence.difference("accuracy", cell, method, "baseline") for cell in cells]
+        found = [evidence.difference("accuracy", cell, method, REFERENCE) for cell in cells]
         told = [each for each in found if not math.isnan(each.low)]
         by_seed = [evidence.values("accuracy", *cell, method) for cell in cells]
-        bases = [evidence.values("accuracy", *cell, "baseline") for cell in cells]
+        bases = [evidence.values("accuracy", *cell, REFERENCE) for cell in cells]
         seeds = (
             set.intersection(*(set(a) & set(b) for a, b in zip(by_seed, bases, strict=True)))
             if cells
@@ -480,7 +484,7 @@ def draw_coefficients(evidence: Evidence) -> Figure | None:
         axes.axhline(0, color=INK, linewidth=0.8)
         error = [[100 * (f.mean - f.low) for f in found], [100 * (f.high - f.mean) for f in found]]
         axes.errorbar(
-            x, [100 * f.mean for f in found], yerr=np.nan_to_num(error), fmt="D", color=_look("gar")[0]
+            x, [100 * f.mean for f in found], yerr=np.nan_to_num(error), fmt="D", color=_look(PROPOSED)[0]
         )
         axes.set_xscale("log")
         axes.set_ylabel("pp of accuracy", fontsize=8)
@@ -528,10 +532,10 @@ def draw_balance(evidence: Evidence) -> Figure | None:
     names = ("load_variance", "gradient_mass_purity", "nmi")
     cells = list(evidence.cells(s for s in evidence.suites if s not in APART))
     marks = [
-        (method, [evidence.difference(n, cell, method, "baseline").mean for n in (*names, "accuracy")])
+        (method, [evidence.difference(n, cell, method, REFERENCE).mean for n in (*names, "accuracy")])
         for cell in cells
         for method in evidence.methods(cell)
-        if method != "baseline"
+        if method != REFERENCE
     ]
     marks = [(method, values) for method, values in marks if np.isfinite(values).all()]
     if not marks:
@@ -554,11 +558,7 @@ def draw_balance(evidence: Evidence) -> Figure | None:
 
 
 def draw_conflict(evidence: Evidence) -> Figure | None:
-    methods = [
-        method
-        for method in ("gar", "switchaux")
-        if (PREDICTORS[0], None) in gains(evidence, method).predictors
-    ]
+    methods = [method for method in OTHERS if (PREDICTORS[0], None) in gains(evidence, method).predictors]
     if not methods:
         return None
     panels = Panels(len(methods), 2, 3.8, 2.8)
