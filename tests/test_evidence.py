@@ -203,7 +203,7 @@ def test_what_belongs_to_no_suite_or_was_repeated_is_said() -> None:
 def test_the_best_of_several_aggregators_is_said_to_be_picked() -> None:
     lines = cell_lines({"baseline": 0.0, "upgrad": 0.001, "mgda": -0.01})
     lines = [{**x, "name": "torchjd"} if part(x, "method") in ("upgrad", "mgda") else x for x in lines]
-    assert "The best of 2 torchjd aggregators is upgrad; it was picked" in text_of(lines).replace("\\", "")
+    assert "The best of 2 forms of TorchJD is upgrad; it was picked" in text_of(lines).replace("\\", "")
 
 
 def test_coefficients_and_denominator() -> None:

@@ -37,6 +37,7 @@ from gar.sweeps.progress import View, duration
 from gar.sweeps.search import CANDIDATES, Budget, search, space, sweeping
 from gar.sweeps.store import SWEEP, hold
 from gar.sweeps.sweep import Outcome, Plan, Times, carry_out, is_due, make_plan
+from gar.training.memory import release_memory
 from gar.version import __version__
 
 SCHEMA = 1
@@ -131,6 +132,7 @@ def compare(
                 prepared.compute_features(progress)
             estimate = replace(estimate, features=0.0)
         del prepared
+        release_memory()
     else:
         told("Nothing is left to train.")
     with hold(out), LocalExecutor(jobs, out / SWEEP) as executor, StopSignals() as stopping:

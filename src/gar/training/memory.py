@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol, TypeVar
 
@@ -193,10 +195,15 @@ def _free(device: torch.device) -> int:
 
 
 def release_memory() -> None:
-    """Give back what torch holds of GPUs and does not use: another process there could not have it."""
+    """Give back what this process holds and does not use, of GPUs and of the host: other processes need it.
+
+    torch keeps freed GPU memory, and glibc the heap that reading data and models left in pieces.
+    """
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _first_line(error: BaseException) -> str:

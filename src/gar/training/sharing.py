@@ -34,6 +34,7 @@ from gar.model import MultiTaskModel
 from gar.model import backbone as backbones
 from gar.model.backbone import Pretrained
 from gar.model.multitask import changes_backbone
+from gar.training.memory import release_memory
 
 T = TypeVar("T")
 
@@ -116,7 +117,9 @@ class Shared:
         def sources(progress: Progress | None) -> Sequence[Source]:
             splits = [(loaded, "train"), (loaded, "validation"), *([(held, "validation")] if held else [])]
             parts = [[self._tokens(task, part, model, key) for task in tasks] for tasks, part in splits]
-            return sources_of(model, parts, config.cache, progress, self._resident)
+            found = sources_of(model, parts, config.cache, progress, self._resident)
+            release_memory()  # what reading took; the other workers of a sweep need theirs
+            return found
 
         fingerprints = {task.task.name: task.fingerprint for task in loaded}
         return Start(model, mixture, lambda: fingerprints, sources, selection)
