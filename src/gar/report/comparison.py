@@ -144,7 +144,7 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
     for setting in results.settings:
         shown = _table(lines, labels, words.notes)
         blocks = [
-            Block("head-experts", "Task by expert", [_experts(results, setting, words.seed)]),
+            Block("head-experts", "Task by expert", [_experts(results, setting, words.seed, list(labels))]),
             Block("head-table", "Accuracy and routing", [shown] if shown.rows else []),
             Block("head-verdict", "Verdict", [Said(words.verdicts)]),
             Block("head-recommended", "Recommended model", [Said(words.recommendation)]),
@@ -164,15 +164,19 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
     return Page(words.summary, sections, problems, [], results.notes, empty, {}, title="Comparison")
 
 
-def _experts(results: Results, setting: str, seed: int | None) -> Picture:
+def _experts(results: Results, setting: str, seed: int | None, methods: Sequence[str]) -> Picture:
     caption = (
         f"Share of each task's load by expert, seed {seed}, the methods side by side. Which expert has which "
         "number is chance and differs between seeds, so a mean over seeds would mean nothing: one seed is "
         "shown. In every panel the experts are ordered by the task that uses them most, and keep their "
         "numbers. The line in the colour bar is the uniform share."
     )
+    found = {results.method(variant): variant for variant in results.variants(setting)}
+    variants = [found[method] for method in methods if method in found]
     try:
-        return Picture("experts", caption, figures.task_expert_heatmap(results, setting, None, seed))
+        return Picture(
+            "experts", caption, figures.task_expert_heatmap(results, setting, None, seed, variants)
+        )
     except figures.NothingToDraw as reason:
         return Picture("experts", caption, None, str(reason))
 

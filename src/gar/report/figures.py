@@ -98,17 +98,24 @@ def loads(results: Results, setting: str | None = None, mixture: str | None = No
 
 
 def task_expert_heatmap(
-    results: Results, setting: str | None = None, mixture: str | None = None, seed: int | None = None
+    results: Results,
+    setting: str | None = None,
+    mixture: str | None = None,
+    seed: int | None = None,
+    variants: Sequence[str] | None = None,
 ) -> Figure:
     """Load by task and expert of one seed (the first), since experts of different seeds do not correspond.
+
+    A panel for each of ``variants``, in their order (all).
 
     Rows sum to 1. Experts are ordered by the task that uses them most and keep their numbers; colours turn at
     the uniform share, which is the line in the colour bar.
     """
     setting, mixture = _mixture(results, setting, mixture)
     tables = {}
-    for variant, runs in _with(results, setting, mixture, "load_by_task").items():
-        for run in [run for run in runs if seed in (None, grouping.seed_of(run))][:1]:
+    found = _with(results, setting, mixture, "load_by_task")
+    for variant in found if variants is None else variants:
+        for run in [run for run in found.get(variant, []) if seed in (None, grouping.seed_of(run))][:1]:
             tables[f"{variant}, seed {grouping.seed_of(run)}"] = run.result["routing"]["load_by_task"]
     if not tables:
         raise NothingToDraw("the results hold no loads by task")
