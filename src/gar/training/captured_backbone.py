@@ -11,6 +11,7 @@ texts the widths that they have in :meth:`Updater.run`: captured or not, masks a
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
@@ -29,6 +30,8 @@ from gar.training.captured import CapturedUpdates, PassShape, Shape
 from gar.training.dropout import keep_mask
 from gar.training.gradients import Forward
 from gar.training.updater import Outcome, Updater, task_parts
+
+_log = logging.getLogger(__name__)
 
 
 class CapturedBackbone(CapturedUpdates):
@@ -90,9 +93,10 @@ class CapturedBackbone(CapturedUpdates):
             try:
                 super()._launch(shape, number)
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 if not captures:
                     raise
+                _log.warning("updates are not captured from here on: %s", str(error).partition("\n")[0])
             # The backbone goes through the host, or a graph takes too much memory. Nothing was computed yet.
             self.graphs = False
             torch.cuda.empty_cache()
