@@ -12,7 +12,7 @@
 #   WORK  run directories, which need not outlive the machine (default: a temporary directory)
 #   GAR   the command (default: gar); JOBS runs at a time of a sweep (default: what fills the GPUs)
 #   UPDATES, METHODS  of the search's candidates (default: the protocol's, all seven), to try it out
-set -u
+set -u -o pipefail
 seconds=$1; shift
 steps=() overrides=()
 for word in "$@"; do case $word in *=*) overrides+=("$word") ;; *) steps+=("$word") ;; esac; done
@@ -70,7 +70,7 @@ for step in "${steps[@]}"; do
     echo "== $step: $((end - SECONDS)) s left"
     case $step in
     search) search ;;
-    trained*|roberta|deberta)        # a search there is out of reach: one learning rate for all methods
+    trained*|top4|roberta|deberta)   # a search there is out of reach: one learning rate for all methods
         limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$OUT/evidence.csv" --no-models \
             --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     *)

@@ -31,7 +31,7 @@ from gar.comparison.estimate import Estimate, Prepared, makespan
 from gar.data import load_mixture, selection_mixture
 from gar.errors import UserError
 from gar.evaluation import load_model
-from gar.report.comparison import Paired
+from gar.report.comparison import LEAST_SEEDS, Paired
 from gar.runs.files import read_json
 from gar.runs.names import MODEL, RESULT
 from gar.sweeps._worker import run_job
@@ -65,6 +65,10 @@ def test_a_verdict_claims_what_its_interval_shows(base: list[float], numbers: An
         return  # below
     found = paired(other, base)
     verdict = judge("gar", "GAR", found)
+    if len(base) < LEAST_SEEDS:
+        assert verdict.kind is Kind.UNTOLD
+        assert "too few to judge by" in verdict.text
+        return
     low, high = 100 * found.low, 100 * found.high
     expected = Kind.BETTER if low > 1e-7 else Kind.WORSE if high < -1e-7 else Kind.OPEN
     assert verdict.kind == expected
@@ -144,8 +148,17 @@ def test_baseline_is_recommended_where_nothing_is_better() -> None:
         assert "no other method" in found.reason
     alone = recommend({"baseline": by_seed(0.5), "gar": by_seed(0.9)}, range(1), LABELS)
     assert alone is not None
-    assert (alone.method, alone.reason) == ("baseline", "one seed cannot show that another method is better")
+    assert (alone.method, alone.reason) == (
+        "baseline",
+        "fewer than three seeds cannot show that another method is better",
+    )
     assert recommend({"gar": by_seed(0.5, 0.6)}, range(2), LABELS) is None
+    nothing = recommend({"baseline": base}, range(3), LABELS)
+    assert nothing is not None
+    assert nothing.reason == "there is no other method to choose"
+    short = recommend({"baseline": base, "gar": by_seed(0.9, 0.9)}, range(3), LABELS)
+    assert short is not None
+    assert "no other method has all its runs; not judged, since runs are missing" in short.reason
 
 
 @given(st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=2, max_size=4))

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from gar.methods import REFERENCE
 from gar.metrics import paired_difference
-from gar.report.comparison import Paired
+from gar.report.comparison import LEAST_SEEDS, Paired
 
 COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
     SAME = "same"
     """Every seed has the same accuracy under both."""
     UNTOLD = "untold"
-    """There is no interval: one seed, differences without spread, or runs that are missing."""
+    """No interval to judge by: too few seeds, differences without spread, or runs that are missing."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ def judge(method: str, label: str, found: Paired | None, reference: str = "Basel
             if same
             else f"{label} differs from {reference} by {signed(mean)} points in each of {seeds}; without any "
             "spread there is no interval to judge that by."
+        )
+    elif count < LEAST_SEEDS:
+        kind = Kind.UNTOLD
+        text = (
+            f"{label} differs from {reference} by {signed(mean)} points in {seeds}, which are too few to "
+            "judge by: they may agree by chance."
         )
     else:
         low, high = 100 * found.low, 100 * found.high
@@ -131,16 +137,24 @@ def recommend(
     own = accuracies[chosen]
     seed = min(own, key=lambda seed: (-own[seed], seed))
     return Recommendation(
-        chosen, seed, own[seed], _reason(chosen, differences, labels, reference), differences
+        chosen, seed, own[seed], _reason(chosen, differences, labels, reference, len(seeds)), differences
     )
 
 
-def _reason(chosen: str, differences: Mapping[str, Paired], labels: Mapping[str, str], reference: str) -> str:
+def _reason(
+    chosen: str, differences: Mapping[str, Paired], labels: Mapping[str, str], reference: str, seeds: int
+) -> str:
+    """Why this method, of ``seeds`` planned seeds each."""
     if chosen == reference:
-        several = any(len(found.seeds) > 1 for found in differences.values())
-        if not several:
-            return "one seed cannot show that another method is better"
-        return "no other method is better than it there with a 95 % interval above 0"
+        if not differences:
+            return "there is no other method to choose"
+        if seeds < LEAST_SEEDS:
+            return f"fewer than {number(LEAST_SEEDS)} seeds cannot show that another method is better"
+        lacking = [labels[method] for method, found in differences.items() if len(found.seeds) < seeds]
+        missing = f"; not judged, since runs are missing: {listing(lacking)}" if lacking else ""
+        if len(lacking) == len(differences):
+            return f"no other method has all its runs{missing}"
+        return f"no other method is better than it there with a 95 % interval above 0{missing}"
     found = differences[chosen]
     return (
         f"better than {labels[reference]} there by {points(100 * found.mean)} points (95 % interval "

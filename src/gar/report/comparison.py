@@ -27,6 +27,8 @@ ROUTING = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "intra
 NAME = "compare"
 #: Differences of accuracies that are smaller are rounding.
 ROUNDING = 1e-9
+#: Fewer seeds carry no winner: accuracies are counts, and two may agree by chance.
+LEAST_SEEDS = 3
 
 
 class Paired(NamedTuple):
@@ -44,8 +46,8 @@ class Paired(NamedTuple):
 
     @property
     def side(self) -> int:
-        """1 where the whole interval lies above 0, -1 where it lies below, else 0."""
-        if not self.has_interval:
+        """1 where the whole interval lies above 0, -1 where it lies below, else 0; 0 for too few seeds."""
+        if not self.has_interval or len(self.seeds) < LEAST_SEEDS:
             return 0
         return (self.low > ROUNDING) - (self.high < -ROUNDING)
 

@@ -20,6 +20,7 @@ from gar.data.load import resolve
 from gar.methods import COMPARED, PROPOSED, REFERENCE, REGISTRY
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
+from gar.report.comparison import LEAST_SEEDS, ROUNDING
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, read_lines
 from gar.sweeps.suite import Suite, load_suite, shipped
 
@@ -31,9 +32,6 @@ PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "e
 APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
 #: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
-
-#: Fewer seeds carry no winner.
-LEAST_SEEDS = 3
 
 Cell = tuple[str, str]
 PLACES = ("setting", "mixture", "method", "seed")
@@ -62,7 +60,7 @@ class Difference:
 
     @property
     def _told(self) -> bool:
-        return self.seeds >= LEAST_SEEDS and self.low < self.high
+        return self.seeds >= LEAST_SEEDS and self.high - self.low > ROUNDING
 
 
 class Evidence:
@@ -72,7 +70,17 @@ class Evidence:
         self.suites = {name: load_suite(name) for name in shipped() if name.startswith(PREFIX)}
         planned = {run.id: run.combination for suite in self.suites.values() for run in suite.runs()}
         known = [line for line in lines if line["id"] in planned]
-        last = {line["id"]: line for line in known}  # a run that was repeated counts once, the last time
+        # A cell is one configuration on one data: the suite's own, else the one with the most runs.
+        kinds_of: dict[str, dict[tuple[str, str], list[Mapping[str, str]]]] = {}
+        for line in known:
+            kinds_of.setdefault(planned[line["id"]].id, {}).setdefault(
+                (line["configuration"], line["data"]), []
+            ).append(line)
+        chosen = [
+            max(kinds.values(), key=lambda own: (follows(own[0], planned[own[0]["id"]]), len(own)))
+            for kinds in kinds_of.values()
+        ]
+        last = {line["id"]: line for own in chosen for line in own}  # a repeated run counts once, the last
         self.repeated, self.foreign = len(known) - len(last), len(lines) - len(known)
         kinds = {(planned[line["id"]].id, line["configuration"]): line for line in last.values()}
         other = {key for key, line in kinds.items() if not follows(line, planned[line["id"]])}
@@ -261,6 +269,14 @@ def questions(evidence: Evidence, methods: Iterable[str] = OTHERS) -> list[Quest
     return asked
 
 
+def asked_beforehand(evidence: Evidence) -> Question | None:
+    """The one question that was asked before looking; None where it was not measured."""
+    for question in questions(evidence, [PROPOSED]):
+        if (question.predictor, question.update) == (PREDICTORS[0], None):
+            return None if math.isnan(question.answer.rho) else question
+    return None
+
+
 def predictor(evidence: Evidence) -> Question | None:
     """What under Baseline predicts GAR's gain, as far as the evidence carries it: for `compare`, `diagnose`.
 
@@ -268,8 +284,9 @@ def predictor(evidence: Evidence) -> Question | None:
     explored one whose adjusted p-value is below 0.05 as well; else None: then nothing is to be said.
     """
     asked = [question for question in questions(evidence, [PROPOSED]) if not math.isnan(question.answer.rho)]
-    if asked and (asked[0].predictor, asked[0].update) == (PREDICTORS[0], None) and asked[0].answer.found:
-        return asked[0]
+    beforehand = asked_beforehand(evidence)
+    if beforehand is not None and beforehand.answer.found:
+        return beforehand
     adjusted = holm([question.answer.p for question in asked])
     carried = [q for q, p in zip(asked, adjusted, strict=True) if q.answer.found and p < 0.05]
     return max(carried, key=lambda question: abs(question.answer.rho), default=None)

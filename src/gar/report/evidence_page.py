@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 import numpy as np
@@ -32,7 +32,7 @@ from gar.report.evidence import (
     Cell,
     Difference,
     Evidence,
-    Question,
+    asked_beforehand,
     differences,
     gains,
     label,
@@ -146,7 +146,7 @@ def _made_on(evidence: Evidence) -> str:
             "samples, backbone, or a version with other keys)."
         )
     if evidence.repeated:
-        said.append(f"{evidence.repeated} runs were stored again later; the later ones count.")
+        said.append(f"{evidence.repeated} stored runs do not count: stored again, or another configuration.")
     if evidence.foreign:
         said.append(f"{evidence.foreign} stored runs belong to no packaged suite and are left out.")
     return "**Runs.** " + " ".join(said) + "\n"
@@ -369,13 +369,18 @@ def _when(evidence: Evidence) -> list[Part]:
         }
         rows.append(Row(contents))
     parts.append(Table("when", "What goes with the gain over mixtures", rows))
-    parts.append(_answer(evidence, asked))
+    parts.append(_answer(evidence))
     parts.append(_gain_table(evidence))
     return parts
 
 
-def _answer(evidence: Evidence, asked: Sequence[Question]) -> str:
-    first = asked[0].answer
+def _answer(evidence: Evidence) -> str:
+    question = asked_beforehand(evidence)
+    if question is None:
+        return (
+            "The question asked beforehand was not measured: it needs GAR's gain and Baseline's gradients.\n"
+        )
+    first = question.answer
     rho, low, high = (RHO.text(value, True) for value in (first.rho, first.low, first.high))
     known = f"Spearman {rho}, 95 % interval {low} to {high}"
     if not first.found:

@@ -82,7 +82,8 @@ class Store:
 
     def has(self, run: PlannedRun) -> bool:
         """Whether this run, with this configuration on these data, is there."""
-        return self._planned(run) in self.lines
+        # Where the data are not here, nobody knows whether they are those of the line.
+        return bool(run.combination.data) and self._planned(run) in self.lines
 
     def seconds(self, run: PlannedRun) -> float:
         """What a stored run took."""

@@ -61,8 +61,10 @@ class ChosenFrom(BaseModel):
     def places(self, setting: str, mixture: str, method: str) -> list[Path]:
         """Where a choice may lie below the search's directory, the nearest first."""
         other = self.mixtures.get(mixture, self.mixtures.get("all", mixture))
-        setting, method = self.settings.get(setting, setting), self.methods.get(method, method)
-        return [Path(setting, name, method, CHOSEN) for name in dict.fromkeys((mixture, other))]
+        settings = dict.fromkeys((setting, self.settings.get(setting, setting)))
+        methods = dict.fromkeys((method, self.methods.get(method, method)))
+        places = itertools.product(settings, dict.fromkeys((mixture, other)), methods)
+        return [Path(*place, CHOSEN) for place in places]
 
 
 class SuiteFile(BaseModel):
