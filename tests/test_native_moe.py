@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,17 +109,10 @@ def test_a_checkpoint_is_one_observation(family: str, reentrant: bool) -> None:
     if reentrant:
         model.enable_input_require_grads()
     for site, other in zip(see(model, slow=False).observed.sites, plain.sites, strict=True):
-        assert (
-            relative_error(site.group_gradients(GROUPS, WEIGHT), other.group_gradients(GROUPS, WEIGHT))
-            < 1e-12
-        )
-        assert (
-            relative_error(
-                site.group_probabilities(GROUPS, COUNT).detach(),
-                other.group_probabilities(GROUPS, COUNT).detach(),
-            )
-            < 1e-12
-        )
+        rows, expected = (s.group_gradients(GROUPS, WEIGHT) for s in (site, other))
+        assert relative_error(rows, expected) < 1e-12
+        shares, expected = (s.group_probabilities(GROUPS, COUNT).detach() for s in (site, other))
+        assert relative_error(shares, expected) < 1e-12
 
 
 def test_frozen_experts_have_group_gradients() -> None:
@@ -275,22 +269,37 @@ def test_what_does_not_fit_is_refused_with_its_reason() -> None:
     assert "parametrised" in refused(model)
 
 
-def test_a_layout_outside_of_the_interface_is_refused() -> None:
-    import transformers
+def foreign_moe(family: str) -> nn.Module:
+    if family == "switch":
+        config = transformers.SwitchTransformersConfig(
+            vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, num_experts=2,
+            num_sparse_encoder_layers=1,
+        )  # fmt: skip
+        return transformers.SwitchTransformersEncoderModel(config)
+    text = transformers.Llama4TextConfig(
+        vocab_size=29, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=4, num_local_experts=2, pad_token_id=0,
+        interleave_moe_layer_step=1,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(text)
 
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=29,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=2,
-        num_heads=2,
-        num_experts=2,
-        num_sparse_encoder_layers=1,
-    )
-    model = transformers.SwitchTransformersEncoderModel(config)
-    with pytest.raises(gar.UserError, match=r"layout of its own; supported are"), gar.observe(model):
+
+@pytest.mark.parametrize("family", ["switch", "llama4"])
+def test_a_layout_outside_of_the_interface_is_refused(family: str) -> None:
+    with (
+        pytest.raises(gar.UserError, match="layout of its own; supported are"),
+        gar.observe(foreign_moe(family)),
+    ):
         pass
+
+
+def test_weights_in_half_precision_are_multiplied_in_float32() -> None:
+    seen = see(tiny_moe("mixtral", dtype=torch.bfloat16))
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        rows = site.group_gradients(GROUPS, WEIGHT)
+        assert rows.dtype == torch.float32
+        assert relative_error(rows, slow) < 5e-2
+        assert site.group_probabilities(GROUPS, COUNT).dtype == torch.float32
 
 
 def test_a_router_that_draws_is_for_diagnosis_alone() -> None:
