@@ -133,6 +133,7 @@ def test_autocast_rounds_and_no_more(family: str) -> None:
         assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 5e-2
         again = site.detached_routing()
         assert torch.equal(again.selected, site.routing.selected)
+        assert relative_error(again.gates.detach(), site.routing.gates) < 1e-6
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -221,6 +222,15 @@ def test_nothing_stays_on_the_model_and_no_gradient_changes() -> None:
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_the_router_may_be_called_again_inside_the_block() -> None:
+    model = tiny_moe("olmoe")
+    ids, mask = texts()
+    with gar.observe(model) as observed:
+        token_losses(model, ids, mask)
+        first, second = (observed.sites[1].group_probabilities(GROUPS, COUNT).detach() for _ in range(2))
+    assert relative_error(first, second) < 1e-12
+
+
 def test_two_forwards_or_backwards_are_refused() -> None:
     model = tiny_moe("olmoe")
     ids, mask = texts()
@@ -267,6 +277,21 @@ def test_what_does_not_fit_is_refused_with_its_reason() -> None:
     experts.has_post_expert_norm = False
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     assert "parametrised" in refused(model)
+
+
+class Adapter(nn.Module):
+    """Where PEFT's ``target_parameters`` puts the experts."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_adapters_around_the_experts_are_refused() -> None:
+    model = tiny_moe("olmoe")
+    model.model.layers[0].mlp.experts = Adapter(model.model.layers[0].mlp.experts)
+    with pytest.raises(gar.UserError, match="adapters beside the experts"), gar.observe(model):
+        pass
 
 
 def foreign_moe(family: str) -> nn.Module:
