@@ -22,14 +22,16 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-LIBRARY = blocks(ROOT / "docs" / "library.md", "python")
+LIBRARY = [
+    block for page in ("library", "native_moe") for block in blocks(ROOT / "docs" / f"{page}.md", "python")
+]
 
 
 @pytest.mark.parametrize("number", [n for n, text in enumerate(LIBRARY) if "data_dir=" not in text])
 def test_library_snippets_run(number: int) -> None:
     before = dict(REGISTRY)
     try:
-        exec(compile(LIBRARY[number], f"docs/library.md block {number}", "exec"), {})
+        exec(compile(LIBRARY[number], f"library block {number}", "exec"), {})
     finally:
         REGISTRY.clear()
         REGISTRY.update(before)

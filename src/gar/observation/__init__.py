@@ -2,8 +2,9 @@
 
 from gar.observation._grouping import Grouping, mean_over_units
 from gar.observation._reference import per_group_gradients
+from gar.observation._site import SiteObservation
 from gar.observation._whole import WholeGradients
-from gar.observation.observe import Observed, SiteObservation, observe
+from gar.observation.observe import Observed, observe
 
 __all__ = [
     "Grouping",

@@ -1,0 +1,486 @@
+"""Mixture-of-experts layers of transformers, seen through that library's own experts interface.
+
+A module decorated with ``use_experts_implementation`` says its layout in flags on the instance, and every
+implementation of it (eager, batched_mm, grouped_mm, ...) is called as ``experts(hidden [T, H], index [T, k],
+weights [T, k])``. Input, output and the output's gradient are taken there by hooks; what lies between is
+recomputed, so that no implementation has to be known. Nothing is imported from transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+from gar.errors import UserError
+from gar.nn import Factors
+from gar.objective import accurate
+from gar.observation._grouping import Grouping
+from gar.observation._site import SiteObservation, layer_of
+from gar.precision import full_precision
+from gar.routing import Routing
+
+#: What the decorator of transformers puts on an instance.
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+SUPPORTED = "supported are layers of transformers' experts interface with a sibling `gate` or `router`"
+ROUTERS = ("gate", "router")
+
+
+def is_native(module: nn.Module) -> bool:
+    """Whether a module has the experts interface of transformers."""
+    return all(hasattr(module, flag) for flag in FLAGS)
+
+
+def native_slots(experts: nn.Module) -> tuple[str, ...]:
+    """The names of an expert's parameters in the order of the template."""
+    up: str = "gate_up_proj" if experts.has_gate else "up_proj"
+    return (up, f"{up}_bias", "down_proj", "down_proj_bias") if experts.has_bias else (up, "down_proj")
+
+
+@dataclass
+class _Routed:
+    """One call of the router: what it was called with, detached, and the autocast it ran under."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    device: str
+    autocast: tuple[bool, torch.dtype]
+    #: Where index, weights and logits stand in its result; logits may be missing.
+    places: tuple[int, int, int | None] | None = None
+
+
+@dataclass
+class NativeRecord:
+    """Captures of one experts module during one ``observe`` block."""
+
+    name: str
+    experts: nn.Module
+    router: nn.Module
+    block: nn.Module
+    factors: bool
+    paused: list[bool]
+    masks: list[Tensor]
+    shape: tuple[int, int] | None = None
+    routed: _Routed | None = None
+    result: tuple[Any, ...] = ()
+    x: Tensor | None = None
+    index: Tensor | None = None
+    weights: Tensor | None = None
+    logits: Tensor | None = None
+    delta: Tensor | None = None
+    output: Tensor | None = None
+    effective: dict[str, Tensor] = field(default_factory=dict)
+    forwards: int = 0
+    backwards: int = 0
+    #: Whether the router is called by us.
+    again: bool = False
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        """Register the hooks; the caller removes them."""
+        yield self.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
+        yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
+        yield self.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
+
+    def _skipped(self) -> bool:
+        """No gradients, or the second forward of a checkpoint whose first one is recorded."""
+        return not torch.is_grad_enabled() or (in_backward() and self.forwards > 0) or self.again
+
+    def _block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1), None)
+        if hidden is not None and not self._skipped():
+            self.shape = (hidden.shape[0], hidden.shape[1]) if hidden.dim() == 3 else (len(hidden), 1)
+
+    def _router_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if not self._skipped() and isinstance(result, tuple):
+            arguments = tuple(map(_detached, args)), {k: _detached(v) for k, v in kwargs.items()}
+            kind = next(t.device.type for t in result if isinstance(t, Tensor))
+            state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            self.routed = _Routed(*arguments, kind, state)
+            self.result = result
+
+    def _experts_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        if self._skipped() or not output.requires_grad:
+            return
+        self.forwards += 1
+        # Their names differ between the families, their order does not.
+        x, index, weights = (*args, *kwargs.values())[:3]
+        self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
+        self._place_routing(index, weights)
+        # A parametrisation may live only as long as the forward.
+        self.effective = {slot: getattr(module, slot).detach() for slot in native_slots(module)}
+        self.output = output
+        if self.factors:
+            output.register_hook(self._store_delta)
+
+    def _place_routing(self, index: Tensor, weights: Tensor) -> None:
+        """Find what the experts were called with in the router's result."""
+        result, self.result = self.result, ()
+        if self.routed is None:
+            return
+        place = {
+            "index": _place(result, lambda t: t.shape == index.shape and torch.equal(t, index)),
+            "weights": _place(result, lambda t: t.is_floating_point() and _same(t, weights), first=weights),
+        }
+        count = self.experts.num_experts
+        logits = _place(
+            result,
+            lambda t: t.is_floating_point() and t.shape[-1] == count,
+            but=(place["index"], place["weights"]),
+        )
+        if place["index"] is not None and place["weights"] is not None:
+            self.routed.places = (place["index"], place["weights"], logits)
+            self.logits = None if logits is None else result[logits].detach()
+
+    def _store_delta(self, grad: Tensor) -> None:
+        if not self.paused[0]:
+            self.backwards += 1
+            self.delta = grad.detach()
+
+    def require_forward(self) -> None:
+        if self.forwards > 1:
+            raise RuntimeError(
+                f"{self.name} ran {self.forwards} forwards inside one observe block; observe one at a time "
+                "(experts shared between layers have no single observation)"
+            )
+        if self.x is None:
+            raise RuntimeError(
+                f"{self.name}: nothing was observed: no forward with gradients ran inside the observe block"
+            )
+
+    def require_backward(self) -> None:
+        self.require_forward()
+        if not self.factors:
+            raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
+        if self.backwards != 1:
+            raise RuntimeError(
+                f"{self.backwards} backward passes reached {self.name} inside the observe block; group "
+                "gradients need exactly one"
+            )
+
+    def release(self) -> None:
+        self.output, self.result = None, ()
+
+    def forget_factors(self) -> None:
+        self.delta = None
+        self.effective = {}
+
+
+class NativeSiteObservation(SiteObservation):
+    """What one MoE layer of transformers showed during one ``observe`` block; ``bank`` is its experts module.
+
+    ``group_probabilities`` normalises the rows: gates of some families do not sum to 1.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        paused: list[bool],
+        gradients: bool,
+        name: str,
+        block: nn.Module,
+        masks: list[Tensor],
+    ) -> None:
+        self.bank: Any = experts
+        self.name, self.layer = name, layer_of(name)
+        router = next(getattr(block, r) for r in ROUTERS if hasattr(block, r))
+        self._seen = NativeRecord(name, experts, router, block, gradients, paused, masks)
+
+    def __repr__(self) -> str:
+        return f"SiteObservation({self.name!r}, {type(self.bank).__name__}, recomputed)"
+
+    @property
+    def routing(self) -> Routing:
+        """The observed routing, detached, [B, L, E]; gates as the model used them, not normalised.
+
+        ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any.
+        """
+        self._seen.require_forward()
+        seen = self._seen
+        assert seen.index is not None
+        assert seen.weights is not None
+        return self._routing(seen.index, seen.weights, seen.logits)
+
+    def detached_routing(self) -> Routing:
+        """The same from the router called again on its DETACHED input: differentiable in the router only."""
+        seen = self._seen
+        seen.require_forward()
+        if seen.routed is None or seen.routed.places is None:
+            raise UserError(
+                f"{self.name}: the experts are not called with what the router returned; {SUPPORTED} whose "
+                "index and weights reach the experts as they are"
+            )
+        trainable = any(p.requires_grad for p in seen.router.parameters())
+        if not trainable:
+            return self.routing
+        if seen.router.training and _jitters(seen.router):
+            raise UserError(
+                f"{self.name}: the router of {type(seen.router).__name__} draws random numbers and its "
+                "weights carry no usual gradient; supported is a diagnosis, with the model in eval()"
+            )
+        places, (enabled, dtype) = seen.routed.places, seen.routed.autocast
+        seen.again = True
+        try:
+            # Rounded as before, so that it selects the same experts.
+            with torch.enable_grad(), torch.autocast(seen.routed.device, dtype, enabled, cache_enabled=False):
+                result = seen.router(*seen.routed.arguments, **seen.routed.keywords)
+        finally:
+            seen.again = False
+        logits = None if places[2] is None else result[places[2]]
+        return self._routing(result[places[0]], result[places[1]], logits)
+
+    def group_probabilities(
+        self,
+        groups: Tensor,
+        count: int | None = None,
+        *,
+        full_softmax: bool = False,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """``p_m`` [M, E]: mean gates of the group's examples, every row then divided by its sum.
+
+        ``full_softmax`` takes the softmax of the router's logits in the place of the gates, which has a
+        gradient at experts that were not selected too. ``mask`` bool [B, L] says which tokens count, else the
+        observed module's ``attention_mask``. A group without a token has a row of zeros.
+        """
+        routing = self.detached_routing()
+        mask = routing.mask if mask is None else mask.to(routing.gates.device).bool()
+        gates = routing.gates
+        if full_softmax:
+            if not routing.logits.numel():
+                raise UserError(f"{self.name}: the router returns no logits; full_softmax needs them")
+            gates = routing.logits.softmax(-1)
+        if mask is not None:
+            if mask.shape != gates.shape[:2]:
+                raise UserError(f"{self.name}: mask must be {list(gates.shape[:2])}, got {list(mask.shape)}")
+            gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
+        if groups.dim() == 1:
+            valid = gates.new_full((len(gates), 1), gates.shape[1]) if mask is None else mask.sum(1, True)
+            found = Grouping(groups, count).mean(gates.sum(1) / valid.clamp(min=1))
+        else:
+            if mask is not None:
+                groups = groups.masked_fill(~mask.to(groups.device), -1)
+            found = Grouping(groups.flatten(), count).mean(gates.flatten(0, 1))
+        total = found.sum(-1, keepdim=True)
+        return found / torch.where(total > 0, total, torch.ones_like(total))
+
+    def template(self) -> dict[str, torch.Size]:
+        return {slot: getattr(self.bank, slot).shape[1:] for slot in native_slots(self.bank)}
+
+    def pending(self) -> None:
+        """Routers of transformers are never observed apart."""
+        return
+
+    def output_gradient(self, loss: Tensor) -> Tensor:
+        self._seen.require_forward()
+        assert self._seen.output is not None
+        with self.paused():
+            (grad,) = torch.autograd.grad(loss, self._seen.output, retain_graph=True)
+        return grad
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        return self._seen.hooks()
+
+    def release(self) -> None:
+        self._seen.release()
+
+    def forget_factors(self) -> None:
+        self._seen.forget_factors()
+
+    def _pause(self, paused: bool) -> None:
+        self._seen.paused[0] = paused
+
+    def _device(self) -> torch.device:
+        device: torch.device = getattr(self.bank, native_slots(self.bank)[0]).device
+        return device
+
+    def _shape(self) -> tuple[int, int]:
+        """Rows and tokens a row."""
+        assert self._seen.x is not None
+        units, shape = len(self._seen.x), self._seen.shape
+        return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
+
+    def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
+        units, count = len(index), self.bank.num_experts
+        weights = accurate(weights)
+        gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
+        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True)
+        shape = (*self._shape(), -1)
+        rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
+        mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
+        gates, selected = gates.reshape(shape), selected.reshape(shape)
+        if mask is not None:
+            mask = mask.to(gates.device).bool()
+            gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
+            selected = selected & mask.unsqueeze(-1)
+        return Routing(rows.reshape(*shape[:2], rows.shape[-1]), gates, selected, mask)
+
+    def _factors(self) -> tuple[dict[str, Factors], tuple[int, int]]:
+        seen = self._seen
+        seen.require_backward()
+        assert seen.x is not None
+        assert seen.index is not None
+        assert seen.weights is not None
+        assert seen.delta is not None
+        with full_precision(seen.x.device):
+            found = _recomputed(self.bank, seen.effective, seen.x, seen.index, seen.weights, seen.delta)
+        rows, tokens = self._shape()
+        shaped = {
+            slot: Factors(
+                left.reshape(rows, tokens, -1), None if right is None else right.reshape(rows, tokens, -1)
+            )
+            for slot, (left, right) in found.items()
+        }
+        return shaped, (rows, tokens)
+
+
+def _recomputed(
+    experts: nn.Module, weight: dict[str, Tensor], x: Tensor, index: Tensor, gates: Tensor, delta: Tensor
+) -> dict[str, Factors]:
+    """Factors [T, ...] of the template's slots; what a token brings to its experts is summed over them first.
+
+    With ``h = act(W x)`` and the output ``sum_k w_k V h_k``: ``dV = delta (sum_k w_k h_k)^T`` and
+    ``dW = (sum_k dpre_k) x^T``, because the sum over experts is one template.
+    """
+    up, *_ = slots = native_slots(experts)
+    down = "down_proj"
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight[up].dtype), torch.float32)
+    x, gates, delta = x.to(wide), gates.to(wide), delta.to(wide)
+    transposed = experts.is_transposed
+    activate: Any = experts._apply_gate if experts.has_gate else experts.act_fn
+    width = weight[up].shape[2 if transposed else 1]
+    inner = weight[down].shape[1 if transposed else 2]
+    before, hidden, total = x.new_zeros(len(x), width), x.new_zeros(len(x), inner), x.new_zeros(len(x), 1)
+    for e in index.unique().tolist():
+        token, place = torch.where(index == e)
+        gate = gates[token, place].unsqueeze(1)
+        into, out = weight[up][e].to(wide), weight[down][e].to(wide)
+        pre = x[token] @ (into if transposed else into.T)
+        if experts.has_bias:
+            pre = pre + weight[f"{up}_bias"][e].to(wide)
+        with torch.enable_grad():
+            pre.requires_grad_()
+            h = activate(pre)
+        behind = (gate * delta[token]) @ (out.T if transposed else out)
+        (grad,) = torch.autograd.grad(h, pre, behind)
+        before.index_add_(0, token, grad)
+        hidden.index_add_(0, token, gate * h.detach())
+        total.index_add_(0, token, gate)
+    found = {
+        up: Factors(x, before) if transposed else Factors(before, x),
+        f"{up}_bias": Factors(before, None),
+        down: Factors(hidden, delta) if transposed else Factors(delta, hidden),
+        f"{down}_bias": Factors(total * delta, None),
+    }
+    return {slot: found[slot] for slot in slots}
+
+
+def native_banks(module: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Experts modules of transformers inside a module, with their path and the block around; or a refusal."""
+    found: dict[nn.Module, tuple[str, nn.Module]] = {}
+    inside = dict(module.named_modules())
+    for name, inner in inside.items():
+        if is_native(inner):
+            block = inside.get(name.rpartition(".")[0])
+            refuse(name, inner, block)
+            assert block is not None
+            found[inner] = (name, block)
+        elif _is_foreign(name, inner):
+            raise UserError(
+                f"{name or 'the module'} ({type(inner).__name__}) has experts of a layout of its own; "
+                f"{SUPPORTED}"
+            )
+    return found
+
+
+def refuse(name: str, experts: nn.Module, block: nn.Module | None) -> None:
+    """Raise, with the reason, for a layer that cannot be observed."""
+    kind = f"{name or 'the module'} ({type(experts).__name__})"
+    if getattr(experts, "_is_expert_parallel", False):
+        raise UserError(
+            f"{kind} is expert parallel: a rank sees only its own experts; supported are experts that every "
+            "rank has (load the model without expert parallelism)"
+        )
+    if block is not None and hasattr(block, "base_layer"):
+        raise UserError(
+            f"{kind} is inside an adapter (PEFT's target_parameters); supported are adapters "
+            "beside the experts"
+        )
+    if parametrize.is_parametrized(experts):
+        raise UserError(f"{kind} has parametrised weights; supported are plain parameters")
+    if experts.has_post_expert_norm:
+        raise UserError(f"{kind} has a norm behind every expert; supported are experts without")
+    missing = [s for s in native_slots(experts) if not isinstance(getattr(experts, s, None), nn.Parameter)]
+    if missing:
+        raise UserError(f"{kind} has no parameter {missing[0]}; supported are stacked experts [E, ...]")
+    if block is None or not any(isinstance(getattr(block, r, None), nn.Module) for r in ROUTERS):
+        raise UserError(f"{kind} has no router beside it; {SUPPORTED}; observe the model, not a part of it")
+
+
+def refuse_auxiliary_loss(modules: Sequence[nn.Module], keywords: dict[str, Any] | None = None) -> None:
+    """Raise if transformers' own balance loss is in the loss: a later layer's reaches earlier experts."""
+    for module in modules:
+        for inner in module.modules():
+            config = getattr(inner, "config", None)
+            config = getattr(config, "text_config", None) or config
+            coefficient = getattr(inner, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
+            asked = (keywords or {}).get("output_router_logits")
+            on = getattr(config, "output_router_logits", False) if asked is None else asked
+            if coefficient and on:
+                raise UserError(
+                    f"output_router_logits adds the built-in auxiliary loss (router_aux_loss_coef "
+                    f"{coefficient}), which reaches earlier experts and is no part of a group's loss; set "
+                    "output_router_logits=False and add a balance loss of site.detached_routing()"
+                )
+
+
+def _is_foreign(name: str, module: nn.Module) -> bool:
+    """Whether a module of transformers routes to experts that are not of the experts interface."""
+    inner = getattr(module, "experts", None)
+    return (
+        type(module).__module__.startswith("transformers.")
+        and isinstance(inner, nn.Module)
+        and not is_native(inner)
+        and not hasattr(inner, "base_layer")
+        and any(hasattr(module, router) for router in ROUTERS)
+    )
+
+
+def _jitters(router: nn.Module) -> bool:
+    """Phi-MoE: its sparse mixer samples the experts in training."""
+    return hasattr(router, "router_jitter_noise") and "sparsemixer" in (
+        inspect.unwrap(type(router).forward).__code__.co_names
+    )
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread: a forward in it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _same(found: Tensor, weights: Tensor) -> bool:
+    return found.shape == weights.shape and torch.equal(found.to(weights.dtype), weights)
+
+
+def _place(
+    values: tuple[Any, ...], fits: Any, but: tuple[int | None, ...] = (), first: Tensor | None = None
+) -> int | None:
+    """Where the first tensor that ``fits`` stands; the very tensor ``first`` before all others."""
+    for i, value in enumerate(values):
+        if first is not None and value is first:
+            return i
+    places = (i for i, v in enumerate(values) if isinstance(v, Tensor) and i not in but and fits(v))
+    return next(places, None)

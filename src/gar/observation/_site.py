@@ -1,0 +1,204 @@
+"""What one expert bank showed: probabilities, group gradients and their Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gar.nn import Factors, RoutedExperts
+from gar.objective import accurate
+from gar.observation._grouping import Grouping
+from gar.observation._record import Record
+from gar.precision import full_precision
+from gar.routing import Routing
+
+#: What the slices of a Gram matrix's rows take at most.
+SLICE_BYTES = 2**28
+
+
+class SiteObservation:
+    """What one expert bank showed during one ``observe`` block.
+
+    ``name`` is the bank's path in the observed module, ``layer`` the first number in it (None without any).
+    """
+
+    def __init__(
+        self,
+        bank: RoutedExperts,
+        paused: list[bool],
+        gradients: bool = True,
+        router_apart: bool = False,
+        name: str = "",
+    ) -> None:
+        self.bank = bank
+        self.name, self.layer = name, layer_of(name)
+        self._record = Record(bank, gradients, router_apart, paused)
+
+    def __repr__(self) -> str:
+        return f"SiteObservation({self.name!r}, {type(self.bank).__name__}, recorded)"
+
+    @property
+    def routing(self) -> Routing:
+        """The routing of the observed forward: attached to its graph inside the block, detached after it."""
+        return self._record.require_forward()[1]
+
+    def detached_routing(self) -> Routing:
+        """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only."""
+        x, seen = self._record.require_forward()
+        if self._record.behind is not None:
+            return self._record.behind
+        routing: Routing = self.bank.router(x, seen.mask)
+        return routing
+
+    def pending(self) -> tuple[Tensor, Tensor] | None:
+        """What a backward that stopped at the gates has to bring to the router; see ``router_apart``."""
+        return self._record.pending()
+
+    def group_probabilities(self, groups: Tensor, count: int | None = None) -> Tensor:
+        """``p_m`` [M, E]: mean over the group's examples of their gates, no further top-k.
+
+        ``groups`` as in :meth:`group_gradients`; ``count`` is M where the last groups may be empty.
+        """
+        routing = self.detached_routing()
+        if groups.dim() == 1:
+            return Grouping(groups, count).mean(routing.example_gates())
+        if routing.mask is not None:
+            groups = groups.masked_fill(~routing.mask.to(groups.device), -1)
+        return Grouping(groups.flatten(), count).mean(routing.gates.flatten(0, 1))
+
+    def group_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
+        """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
+
+        The one backward must have been of ``sum_m group_weight[m] * l_m``; the weight is undone here (a
+        weight of 0 gives a zero row). ``groups`` is int64 [N] for inputs [N, d]; for inputs [B, L, d] it is
+        [B], one number a row, or [B, L], one a token; -1 is not counted; or a :class:`Grouping` of the rows,
+        made once for several uses. Slots follow the bank's order.
+        """
+        groups, factors, undo = self._group_factors(groups, group_weight)
+        sizes = [shape.numel() for shape in self.template().values()]
+        rows = undo.new_empty(len(undo), sum(sizes))
+        with self._full_precision():
+            for factor, own in zip(factors.values(), rows.split(sizes, 1), strict=True):
+                groups.product(factor, own)
+        return rows.mul_(undo)
+
+    def group_gram(
+        self, groups: Tensor | Grouping, group_weight: Tensor, max_bytes: int = SLICE_BYTES
+    ) -> Tensor:
+        """Gram matrix [M, M] of :meth:`group_gradients`: exact, and [M, d] never exists.
+
+        Rows are made slice by slice of the template, of ``max_bytes`` at most (but M numbers at least).
+        """
+        groups, factors, undo = self._group_factors(groups, group_weight)
+        gram = undo.new_zeros(len(undo), len(undo))
+        with self._full_precision():
+            for factor in factors.values():
+                for part in _slices(factor, max_bytes // max(1, len(undo) * undo.element_size())):
+                    own = groups.product(part).flatten(1)
+                    gram += own @ own.T
+        return gram * (undo * undo.T)
+
+    def template(self) -> dict[str, torch.Size]:
+        """Shapes of one expert's parameters by name: the order of a row of :meth:`group_gradients`."""
+        return self.bank.experts.template()
+
+    def output_gradient(self, loss: Tensor) -> Tensor:
+        """``d loss / d y`` at the gated expert sum y, before the backward and leaving the graph whole."""
+        self._record.require_forward()
+        assert self._record.output is not None
+        with self.paused():
+            (grad,) = torch.autograd.grad(loss, self._record.output, retain_graph=True)
+        return grad
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes in this block leave no trace in any site of the observation."""
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(False)
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        return self._record.hooks()
+
+    def release(self) -> None:
+        """Drop references into the graph; detached captures stay."""
+        self._record.release()
+
+    def forget_factors(self) -> None:
+        """Free what only :meth:`group_gradients` needs; routing and routing inputs stay."""
+        self._record.forget_factors()
+
+    def _pause(self, paused: bool) -> None:
+        self._record.paused[0] = paused
+
+    def _full_precision(self) -> AbstractContextManager[None]:
+        return full_precision(self._device())
+
+    def _device(self) -> torch.device:
+        return self.bank.router.weight.device
+
+    def _factors(self) -> tuple[dict[str, Factors], tuple[int, int]]:
+        """The factors of every template slot, and how many rows and tokens a row they have."""
+        call = self._record.call()
+        with self._full_precision():
+            factors = self.bank.experts.factors(call)
+        return factors, (call.gates.shape[0], call.gates.shape[1])
+
+    def _group_factors(
+        self, groups: Tensor | Grouping, group_weight: Tensor
+    ) -> tuple[Grouping, dict[str, Factors], Tensor]:
+        """Rows by group, the factors of every template slot, and ``1 / group_weight`` [M, 1]."""
+        factors, (rows, tokens) = self._factors()
+        if isinstance(groups, Tensor) and groups.dim() == 2:  # a group number per token
+            if tuple(groups.shape) != (rows, tokens):
+                raise ValueError(f"groups must be [{rows}] or [{rows}, {tokens}], got {tuple(groups.shape)}")
+            groups = groups.flatten()
+            factors = {slot: _per_token(f, rows * tokens) for slot, f in factors.items()}
+            rows *= tokens
+        if isinstance(groups, Tensor):
+            if len(groups) != rows:
+                raise ValueError(
+                    f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
+                )
+            groups = Grouping(groups, len(group_weight))
+        if (groups.rows, groups.count) != (rows, len(group_weight)):
+            raise ValueError(
+                f"groups are {groups.count} over {groups.rows} rows, expected {len(group_weight)} over {rows}"
+            )
+        weight = accurate(group_weight.detach()).to(accurate(next(iter(factors.values())).left))
+        return groups, factors, torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
+
+
+def _per_token(factors: Factors, units: int) -> Factors:
+    """One row a token; several terms of a token stay side by side."""
+    left, right = factors
+    return Factors(
+        left.reshape(units, -1, left.shape[-1]),
+        None if right is None else right.reshape(units, -1, right.shape[-1]),
+    )
+
+
+def _slices(factors: Factors, columns: int) -> Iterator[Factors]:
+    """The factors of slices of a slot, of ``columns`` entries at most (1 at least)."""
+    left, right = factors
+    if right is None:
+        yield from (Factors(part, None) for part in left.split(max(1, columns), -1))
+        return
+    width = min(right.shape[-1], max(1, columns))
+    for part in left.split(max(1, columns // width), -1):
+        yield from (Factors(part, other) for other in right.split(width, -1))
+
+
+def layer_of(name: str) -> int | None:
+    """The first number in a module's path.
+
+    >>> layer_of("model.layers.3.mlp.experts")
+    3
+    """
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)

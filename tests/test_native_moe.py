@@ -1,0 +1,353 @@
+"""Observations of MoE layers of transformers against M separate autograd calls and loops over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gar
+from gar.nn import RoutedLoRA
+from gar.observation import Observed
+from support.tiny import relative_error
+from support.tiny_moe import FAMILIES, tiny_moe
+
+GROUPS = torch.tensor([2, 0, 1, 0, -1, 2])
+#: Powers of two: norms and softmaxes inside of these models are float32, and scale exactly with these alone.
+WEIGHT = torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64)
+ROWS, TOKENS, COUNT = 6, 5, 3
+#: Some eager families round to float32 inside, at the token's gates.
+ROUNDED = {"nemotron_h": 1e-6}
+
+
+@dataclass
+class Seen:
+    observed: Observed
+    #: Of every site, by separate autograd calls; empty where they were not asked for.
+    slow: list[Tensor]
+    mask: Tensor
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """Token ids [6, 5] and their mask: rows of 5, 3, 4, 5, 2 and 5 tokens."""
+    ids = torch.randint(3, 29, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(TOKENS) < torch.tensor([5, 3, 4, 5, 2, 5]).unsqueeze(1)
+    return ids.masked_fill(~mask, 0), mask
+
+
+def token_losses(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=mask.long(), **options).logits
+    losses = functional.cross_entropy(logits.flatten(0, 1).double(), ids.flatten(), reduction="none")
+    return losses.view(ids.shape) * mask
+
+
+def see(model: Any, slow: bool = True, autocast: bool = False, groups: Tensor = GROUPS) -> Seen:
+    ids, mask = texts()
+    found: list[Tensor] = []
+    with gar.observe(model) as observed:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = token_losses(model, ids, mask)
+        values = losses.sum(1) if groups.dim() == 1 else losses
+        group_losses = torch.stack([values[groups == m].mean() for m in range(COUNT)])
+        if slow:
+            with observed.sites[0].paused():
+                found = [gar.per_group_gradients(group_losses, site.bank) for site in observed.sites]
+        (WEIGHT * group_losses).sum().backward()
+    return Seen(observed, found, mask)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_group_gradients_are_those_of_separate_backwards(family: str, implementation: str) -> None:
+    """The CPU has no float64 kernel for grouped_mm."""
+    dtype = torch.float32 if implementation == "grouped_mm" else torch.float64
+    seen = see(tiny_moe(family, implementation, dtype))
+    limit = 1e-5 if dtype == torch.float32 else ROUNDED.get(family, 1e-12)
+    assert len(seen.observed.sites) == 2
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        assert float(slow.norm(dim=1).min()) > 0
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < limit
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("max_bytes", [1, 100, 777, 2**28])
+def test_a_sliced_gram_matrix_is_the_product_of_the_rows(family: str, max_bytes: int) -> None:
+    for site in see(tiny_moe(family), slow=False).observed.sites:
+        rows = site.group_gradients(GROUPS, WEIGHT)
+        gram = site.group_gram(GROUPS, WEIGHT, max_bytes=max_bytes)
+        assert relative_error(gram, rows @ rows.T) < 1e-13
+
+
+def test_the_template_is_one_expert() -> None:
+    (first, _) = see(tiny_moe("gpt_oss"), slow=False).observed.sites
+    assert {k: tuple(v) for k, v in first.template().items()} == {
+        "gate_up_proj": (8, 16), "gate_up_proj_bias": (16,), "down_proj": (8, 8), "down_proj_bias": (8,),
+    }  # fmt: skip
+    assert first.group_gradients(GROUPS, WEIGHT).shape == (COUNT, 8 * 16 + 16 + 8 * 8 + 8)
+
+
+def test_groups_of_tokens() -> None:
+    """A token's loss reaches other tokens below through attention: only the last layer has it apart."""
+    groups = torch.randint(-1, COUNT, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
+    seen = see(tiny_moe("olmoe"), groups=groups)
+    last, slow = seen.observed.sites[1], seen.slow[1]
+    assert relative_error(last.group_gradients(groups, WEIGHT), slow) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_a_checkpoint_is_one_observation(family: str, reentrant: bool) -> None:
+    plain = see(tiny_moe(family), slow=False).observed
+    model = tiny_moe(family).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for site, other in zip(see(model, slow=False).observed.sites, plain.sites, strict=True):
+        rows, expected = (s.group_gradients(GROUPS, WEIGHT) for s in (site, other))
+        assert relative_error(rows, expected) < 1e-12
+        shares, expected = (s.group_probabilities(GROUPS, COUNT).detach() for s in (site, other))
+        assert relative_error(shares, expected) < 1e-12
+
+
+def test_frozen_experts_have_group_gradients() -> None:
+    plain, frozen = tiny_moe("qwen3_moe"), tiny_moe("qwen3_moe")
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    sites = see(frozen, slow=False).observed.sites
+    for site, slow in zip(sites, see(plain).slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 1e-12
+    with pytest.raises(gar.UserError, match="frozen"):
+        gar.per_group_gradients(torch.ones(1), sites[0].bank)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_autocast_rounds_and_no_more(family: str) -> None:
+    seen = see(tiny_moe(family, dtype=torch.float32), autocast=True)
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 5e-2
+        again = site.detached_routing()
+        assert torch.equal(again.selected, site.routing.selected)
+        assert relative_error(again.gates.detach(), site.routing.gates) < 1e-6
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_probabilities_are_means_of_the_gates(family: str, per_token: bool, full: bool) -> None:
+    model = tiny_moe(family)
+    seen = see(model, slow=False)
+    groups = GROUPS
+    if per_token:
+        groups = torch.randint(-1, COUNT, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
+    for site in seen.observed.sites:
+        routing = site.routing
+        expected = torch.zeros(COUNT + 1, 4, dtype=torch.float64)
+        for b in range(ROWS):
+            gates = routing.logits[b].softmax(-1) if full else routing.gates[b]
+            valid = seen.mask[b]
+            if per_token:
+                for t in valid.nonzero().flatten().tolist():
+                    if groups[b, t] >= 0:
+                        expected[groups[b, t]] += gates[t]
+            elif groups[b] >= 0:
+                expected[groups[b]] += gates[valid].mean(0)
+        expected[:COUNT] /= expected[:COUNT].sum(1, keepdim=True)
+        found = site.group_probabilities(groups, COUNT + 1, full_softmax=full)  # type: ignore[call-arg]
+        assert relative_error(found.detach(), expected.detach()) < 1e-6
+        router = next(site._seen.router.parameters())  # type: ignore[attr-defined]
+        model.zero_grad()
+        (found[:, 0].square().sum()).backward()
+        assert router.grad is not None
+        assert float(router.grad.abs().max()) > 0
+        others = [n for n, p in model.named_parameters() if p.grad is not None and float(p.grad.norm()) > 0]
+        assert all("gate" in name or "router" in name for name in others), others
+
+
+def test_the_mask_may_be_given() -> None:
+    site = see(tiny_moe("olmoe"), slow=False).observed.sites[0]
+    one = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
+    one[:, 1] = True
+    found: Tensor = site.group_probabilities(torch.arange(ROWS), mask=one)  # type: ignore[call-arg]
+    expected = site.routing.gates[:, 1]
+    assert relative_error(found.detach(), expected / expected.sum(-1, keepdim=True)) < 1e-12
+    with pytest.raises(gar.UserError, match=r"mask must be \[6, 5\]"):
+        site.group_probabilities(GROUPS, mask=one[:2])  # type: ignore[call-arg]
+
+
+class Both(nn.Module):
+    """A language model with a bank of ours behind its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.base, self.bank = tiny_moe("olmoe"), RoutedLoRA(29, 29, experts=3, rank=2, top_k=2).double()
+        nn.init.normal_(self.bank.experts.get_parameter("B"))
+
+    def forward(self, **inputs: Any) -> Any:
+        out = self.base(**inputs)
+        out.logits = out.logits + self.bank(out.logits)[0]
+        return out
+
+
+def test_ours_and_theirs_in_one_model() -> None:
+    seen = see(Both())
+    assert [(s.name, s.layer) for s in seen.observed.sites] == [
+        ("base.model.layers.0.mlp.experts", 0), ("base.model.layers.1.mlp.experts", 1), ("bank", None),
+    ]  # fmt: skip
+    assert "recomputed" in repr(seen.observed.sites[0])
+    assert "recorded" in repr(seen.observed.sites[2])
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 1e-12
+        assert site.group_probabilities(GROUPS, COUNT).shape[0] == COUNT
+
+
+def test_nothing_stays_on_the_model_and_no_gradient_changes() -> None:
+    plain, model = tiny_moe("mixtral"), tiny_moe("mixtral")
+    before = {id(m): dict(vars(m)) for m in model.modules()}
+    see(model, slow=False)
+    assert all(vars(m).keys() == before[id(m)].keys() for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    ids, mask = texts()
+    losses = token_losses(plain, ids, mask).sum(1)
+    groups = torch.stack([losses[m == GROUPS].mean() for m in range(COUNT)])
+    (WEIGHT * groups).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_the_router_may_be_called_again_inside_the_block() -> None:
+    model = tiny_moe("olmoe")
+    ids, mask = texts()
+    with gar.observe(model) as observed:
+        token_losses(model, ids, mask)
+        first, second = (observed.sites[1].group_probabilities(GROUPS, COUNT).detach() for _ in range(2))
+    assert relative_error(first, second) < 1e-12
+
+
+def test_two_forwards_or_backwards_are_refused() -> None:
+    model = tiny_moe("olmoe")
+    ids, mask = texts()
+    with gar.observe(model) as observed:
+        token_losses(model, ids, mask)
+        token_losses(model, ids, mask)
+    with pytest.raises(RuntimeError, match="2 forwards"):
+        observed.sites[0].group_probabilities(GROUPS)
+    with gar.observe(model) as observed:
+        losses = token_losses(model, ids, mask).sum()
+        losses.backward(retain_graph=True)
+        losses.backward()
+    with pytest.raises(RuntimeError, match="2 backward passes"):
+        observed.sites[0].group_gradients(GROUPS, WEIGHT)
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_live_auxiliary_loss_is_refused(by_call: bool) -> None:
+    model = tiny_moe("qwen3_moe")
+    model.config.output_router_logits = not by_call
+    ids, mask = texts()
+    options = {"output_router_logits": True} if by_call else {}
+    with gar.observe(model), pytest.raises(gar.UserError, match=r"auxiliary loss .*set output_router_logits"):
+        token_losses(model, ids, mask, **options)
+    with gar.observe(model, gradients=False) as observed:
+        token_losses(model, ids, mask, **options)
+    assert observed.sites[0].group_probabilities(GROUPS, COUNT).shape == (COUNT, 4)
+
+
+def test_what_does_not_fit_is_refused_with_its_reason() -> None:
+    def refused(model: nn.Module) -> str:
+        with pytest.raises(gar.UserError) as caught, gar.observe(model):
+            pass
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    model = tiny_moe("olmoe")
+    experts = model.model.layers[1].mlp.experts
+    assert "no router beside it" in refused(experts)
+    experts._is_expert_parallel = True
+    assert "model.layers.1.mlp.experts (OlmoeExperts) is expert parallel" in refused(model)
+    experts._is_expert_parallel, experts.has_post_expert_norm = False, True
+    assert "norm behind every expert" in refused(model)
+    experts.has_post_expert_norm = False
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    assert "parametrised" in refused(model)
+
+
+class Adapter(nn.Module):
+    """Where PEFT's ``target_parameters`` puts the experts."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_adapters_around_the_experts_are_refused() -> None:
+    model = tiny_moe("olmoe")
+    model.model.layers[0].mlp.experts = Adapter(model.model.layers[0].mlp.experts)
+    with pytest.raises(gar.UserError, match="adapters beside the experts"), gar.observe(model):
+        pass
+
+
+def foreign_moe(family: str) -> nn.Module:
+    if family == "switch":
+        config = transformers.SwitchTransformersConfig(
+            vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, num_experts=2,
+            num_sparse_encoder_layers=1,
+        )  # fmt: skip
+        return transformers.SwitchTransformersEncoderModel(config)
+    text = transformers.Llama4TextConfig(
+        vocab_size=29, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=4, num_local_experts=2, pad_token_id=0,
+        interleave_moe_layer_step=1,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(text)
+
+
+@pytest.mark.parametrize("family", ["switch", "llama4"])
+def test_a_layout_outside_of_the_interface_is_refused(family: str) -> None:
+    with (
+        pytest.raises(gar.UserError, match="layout of its own; supported are"),
+        gar.observe(foreign_moe(family)),
+    ):
+        pass
+
+
+def test_weights_in_half_precision_are_multiplied_in_float32() -> None:
+    seen = see(tiny_moe("mixtral", dtype=torch.bfloat16))
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        rows = site.group_gradients(GROUPS, WEIGHT)
+        assert rows.dtype == torch.float32
+        assert relative_error(rows, slow) < 5e-2
+        assert site.group_probabilities(GROUPS, COUNT).dtype == torch.float32
+
+
+def test_a_router_that_draws_is_for_diagnosis_alone() -> None:
+    model = tiny_moe("phimoe").train()
+    seen = see(model, slow=False)
+    with pytest.raises(gar.UserError, match=r"draws random numbers .*eval"):
+        seen.observed.sites[0].group_probabilities(GROUPS, COUNT)
+
+
+def test_changed_gates_are_refused() -> None:
+    """A block that scales what its router returned: calling the router again would give other gates."""
+    model = tiny_moe("olmoe")
+    with pytest.MonkeyPatch.context() as patch:
+        block = model.model.layers[0].mlp
+        gate = block.gate
+
+        def forward(x: Tensor) -> Tensor:
+            _, weights, index = gate(x.flatten(0, 1))
+            out: Tensor = block.experts(x.flatten(0, 1), index, 2 * weights)
+            return out.view_as(x)
+
+        patch.setattr(block, "forward", forward)
+        seen = see(model)
+    assert relative_error(seen.observed.sites[0].group_gradients(GROUPS, WEIGHT), seen.slow[0]) < 1e-12
+    with pytest.raises(gar.UserError, match="not called with what the router returned"):
+        seen.observed.sites[0].group_probabilities(GROUPS, COUNT)
