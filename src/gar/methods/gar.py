@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -48,6 +48,12 @@ class GAR(Method):
         True, description="whether a group's pair with itself, p_mk^2 |g_m|^2 / d_k, counts in the objective"
     )
     warmup: int = Field(0, ge=0, description="updates over which the coefficient rises from 0")
+
+    def to_config(self) -> dict[str, Any]:
+        # At their defaults the later keys are left out: runs of before them have the same configuration.
+        later = ("gradients", "probabilities", "self_pairs", "warmup")
+        unset = {key for key in later if getattr(self, key) == type(self).model_fields[key].default}
+        return {key: value for key, value in super().to_config().items() if key not in unset}
 
     @property
     def observes(self) -> frozenset[str]:
