@@ -320,7 +320,6 @@ def test_sweep_presets():
         config, main = presets.find(name).config(), presets.find(f"paper/{setting}/{mixture}/gar").config()
         assert config.method.to_config() == {
             "name": "gar", "coefficient": float(coefficient), "objective": objective, "entropy_weight": 0.0,
-            "gradients": "raw", "probabilities": "gates", "self_pairs": True, "warmup": 0,
         }  # fmt: skip
         assert config.optimizer.updates == 1000
         changed = {"method": main.method, "optimizer.updates": 2000, "preset": main.preset}
