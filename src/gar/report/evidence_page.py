@@ -68,8 +68,8 @@ official labelled test splits**, since their training splits were not at hand; t
 nothing published. Validation is up to 2,000 examples a task. CB has 56 of them, RTE 277: single accuracies
 there are coarse.
 
-**Hyper-parameters.** Where a table has another learning rate for each method, `gar search` chose by the paper's
-protocol on `six_complete` (two seeds a candidate); the other mixtures of a setting take these choices.
+**Hyper-parameters.** Where a table has another learning rate for each method, `gar search` chose by the
+paper's protocol on `six_complete` (two seeds a candidate); a setting's other mixtures take these choices.
 
 **Terms.** Differences are paired by seed: both methods have the same start, data order and dropout.
 Intervals are 95 % Student-t intervals over seeds, nominal: not corrected for their number, so of 20 true
