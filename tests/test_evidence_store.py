@@ -22,7 +22,7 @@ from gar.runs import State, state_of
 from gar.runs.names import RESULT
 from gar.sweeps.executors import Event, Job
 from gar.sweeps.local import LocalExecutor
-from gar.sweeps.stored import KEY, Store, collect, follows
+from gar.sweeps.stored import KEY, Store, collect, follows, read_lines
 from gar.sweeps.suite import Suite
 from gar.sweeps.sweep import make_plan, run_sweep
 from support.sweeps import StandIn, fail, finish, quiet, tiny_base, tiny_suite
@@ -282,3 +282,24 @@ def test_a_slice_goes_on_with_what_the_last_one_kept(tmp_path: Path) -> None:
 
 def test_a_slice_without_time_starts_nothing(tmp_path: Path) -> None:
     assert slice_of(tmp_path, "search", "pairs", seconds=16) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda text: text.rstrip("\n").rpartition(",")[0] + "\n",
+            "line 2: is damaged; expected as many",
+        ),
+        (lambda text: text.replace("0.5,", "half,"), "line 2: learning_rate is 'half'; expected a number"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, damage: Callable[[str], str], said: str) -> None:
+    path = tmp_path / "runs.csv"
+    head = ["id", "configuration", "data", "learning_rate", "clip", "weight_decay", "updates", "accuracy"]
+    text = f"{','.join(head)}\nx,c,d,0.5,1,0,10,0.7\n"
+    path.write_text(text, encoding="utf-8")
+    assert len(read_lines(path, head)) == 1
+    path.write_text(damage(text), encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        read_lines(path, head)

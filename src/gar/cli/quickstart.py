@@ -19,8 +19,7 @@ from gar.methods import COMPARED, REGISTRY
 from gar.sweeps.store import SWEEP, hold
 
 NOTICE = "The tasks are from BIG-bench, whose authors ask that its data not be used in pretraining."
-#: Mixed experts, balanced but mixed ones, specialised ones.
-#: Mixed, balanced, specialised: the proposed method comes last.
+#: What leaves experts alone, what balances them, what is to specialise them: the proposed method comes last.
 METHODS = sorted(COMPARED, key=lambda name: REGISTRY[name].proposed)
 #: Runs at a time; each takes up to a gigabyte.
 JOBS = 2

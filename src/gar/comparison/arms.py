@@ -65,7 +65,9 @@ def make_arms(
     Without ``methods`` they are :data:`gar.methods.COMPARED` and the configuration's own. Baseline is always
     among them.
     """
-    chosen = list(methods) if methods else [*COMPARED, config.method.name]
+    chosen = [*COMPARED, config.method.name] if methods is None else list(methods)
+    if not chosen:
+        raise UserError(f"--methods names none; expected some of {', '.join(REGISTRY)}")
     for name in chosen:
         if name not in REGISTRY:
             raise one_of("--methods", name, REGISTRY)

@@ -25,7 +25,7 @@ from gar.data import Mixture, Task, load_mixture, majority_shares, selection_mix
 from gar.errors import UserError, path_kind
 from gar.methods import REFERENCE
 from gar.presets.catalogue import resolve_config
-from gar.report.comparison import Line, Paired, Words, compared_lines, write_comparison
+from gar.report.comparison import Line, Words, compared_lines, write_comparison
 from gar.report.results import Results
 from gar.runs import State, read_run, state_of
 from gar.runs.files import write_json
@@ -448,8 +448,8 @@ def _notes(
     ]
     if low:
         notes.append(
-            f"No method is above the majority class on {listing(low)}: nothing of use was learned there, "
-            "which more updates or another learning rate may change."
+            f"No method is above the majority class on {listing(low)}; more updates or another learning rate "
+            "may change that."
         )
     if selection is not None:
         sizes = ", ".join(f"{task.name} {len(task.validation)}" for task in selection.tasks)
@@ -517,10 +517,6 @@ def _tree(comparison: Comparison) -> dict[str, Any]:
         "failures": dict(comparison.failures),
     }
     return dict(_plain(tree))
-
-
-def _as_tree(found: Paired | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
 
 
 def _plain(value: Any) -> Any:

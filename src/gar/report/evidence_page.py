@@ -169,8 +169,9 @@ def _short(evidence: Evidence) -> list[Part]:
     if not counted:
         return ["Nothing was run yet.\n"]
     total = sum(counted.values())
-    head = f"GAR against Baseline in {total} settings and mixtures: " + ", ".join(
-        f"{count} {kind}" for kind, count in counted.items()
+    head = (
+        f"GAR against Baseline in {total} {'cells' if total > 1 else 'cell'} of setting and mixture: "
+        + ", ".join(f"{count} {kind}" for kind, count in counted.items())
     )
     return [head + ".\n", *(line for lines in kinds.values() for line in lines), ""]
 

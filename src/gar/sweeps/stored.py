@@ -40,6 +40,8 @@ HEAD = (
 )  # fmt: skip
 TRAJECTORY = ("id", "configuration", "update")
 CHOSEN_KEYS = ("learning_rate", "clip", "weight_decay")
+#: Columns that every line has as a number.
+NUMBERS = {*CHOSEN_KEYS, "updates", "accuracy"}
 #: The metrics kept of an evaluation on the way.
 ON_THE_WAY = (
     "accuracy", "load_variance", "nmi", "task_cosine", "observed_cosine", "task_conflict",
@@ -140,7 +142,19 @@ def read_lines(path: Path, columns: Iterable[str]) -> list[Line]:
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
     if rows and (missing := [name for name in columns if name not in rows[0]]):
         raise UserError(f"{path}: has no column {missing[0]}; expected a file of `gar sweep --store`")
-    return [{name: value or "" for name, value in row.items() if name is not None} for row in rows]
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise UserError(
+                f"{path}, line {number}: is damaged; expected as many columns as the first line has"
+            )
+        for name in NUMBERS & row.keys():
+            try:
+                float(row[name])
+            except ValueError:
+                raise UserError(
+                    f"{path}, line {number}: {name} is {row[name]!r}; expected a number"
+                ) from None
+    return rows
 
 
 def line_of(run: Run, record: Mapping[str, Any]) -> Line:
