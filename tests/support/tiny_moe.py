@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.aria import modeling_aria
 
 _SIZES = {
     "vocab_size": 29, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8,
@@ -47,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
     },
 }  # fmt: skip
+if not hasattr(modeling_aria, "use_experts_implementation"):
+    del FAMILIES["aria_text"]  # a layout of its own in older releases
 
 
 def tiny_moe(family: str, implementation: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
@@ -59,6 +62,6 @@ def tiny_moe(family: str, implementation: str = "eager", dtype: torch.dtype = to
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.4) if parameter.dim() > 1 else parameter.data.add_(0.1)
     for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):
+        if hasattr(module, "is_transposed"):
             module.config._experts_implementation = implementation
     return model

@@ -27,7 +27,7 @@ from gar.precision import full_precision
 from gar.routing import Routing
 
 #: What the decorator of transformers puts on an instance.
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 SUPPORTED = "supported are layers of transformers' experts interface with a sibling `gate` or `router`"
 ROUTERS = ("gate", "router")
 
@@ -417,7 +417,7 @@ def refuse(name: str, experts: nn.Module, block: nn.Module | None) -> None:
         )
     if parametrize.is_parametrized(experts):
         raise UserError(f"{kind} has parametrised weights; supported are plain parameters")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # older releases of transformers have no such flag
         raise UserError(f"{kind} has a norm behind every expert; supported are experts without")
     missing = [s for s in native_slots(experts) if not isinstance(getattr(experts, s, None), nn.Parameter)]
     if missing:
