@@ -31,11 +31,15 @@ from gar.sweeps.search import (
     Budget,
     Coordinate,
     Found,
+    Measure,
+    Search,
     SearchError,
     Stage,
     Stopped,
+    Wanted,
     search,
     search_method,
+    side_by_side,
     space,
     sweeping,
 )
@@ -143,7 +147,12 @@ def run(method: str, objective: Objective, out: Path, **options: Any) -> tuple[F
     recorder = options.pop("recorder", None) or Recorder(objective, out)
     if method != "baseline":
         options.setdefault("inherited", {"grad_clip": 1.1, "weight_decay": 0.02})
-    return search_method(options.pop("tree", base(method)), recorder, out, **options), recorder
+    (found,) = alone(search_method(options.pop("tree", base(method)), out, **options), recorder)
+    return found, recorder
+
+
+def alone(search: Search, measure: Measure) -> list[Found]:
+    return [found for _, found in side_by_side([search], measure)]
 
 
 # ---------------------------------------------------------------------- the protocol
@@ -260,7 +269,8 @@ def test_baseline_comes_first_and_gives_clip_and_decay(tmp_path: Path) -> None:
         return hill(method, best)(run) or 0.0
 
     measure = Recorder(objective, tmp_path)
-    found = {f.method: f for f in search(base, ["gar", "stgc"], measure, tmp_path, "own", "five")}
+    wanted = [Wanted("own", "five", ["gar", "stgc"], base)]
+    found = {f.method: f for _, f in search(wanted, measure, tmp_path)}
     assert list(dict.fromkeys(order)) == ["baseline", "gar", "stgc"]
     for method in ("gar", "stgc"):
         for name in ("grad_clip", "weight_decay"):
@@ -268,9 +278,36 @@ def test_baseline_comes_first_and_gives_clip_and_decay(tmp_path: Path) -> None:
         assert found[method].tree["optimizer"]["clip"] == found["baseline"].values["grad_clip"]
         assert found[method].values["learning_rate"] != found["baseline"].values["learning_rate"]
     with pytest.raises(UserError, match="come from Baseline"):
-        search_method(base("gar"), measure, tmp_path / "x")
+        alone(search_method(base("gar"), tmp_path / "x"), measure)
     with pytest.raises(UserError, match="did you mean 'stgc'"):
-        list(search(base, ["stgcc"], measure, tmp_path / "y", "own", "five"))
+        list(search([Wanted("own", "five", ["stgcc"], base)], measure, tmp_path / "y"))
+
+
+def test_searches_side_by_side_find_what_each_finds_alone(tmp_path: Path) -> None:
+    """Two settings and three methods: Baselines first, the stages of all others in rounds."""
+
+    def objective(run: PlannedRun) -> float:
+        method = run.tree()["method"]["name"]
+        return hill(method, {"learning_rate": {"gar": 1e-3, "stgc": 3e-3}.get(method, 5e-4)})(run) or 0.0
+
+    rounds: list[set[str]] = []
+
+    def measure(stage: Stage) -> None:
+        rounds.append({run.id.partition("/.candidates")[0] for run in stage.runs()})
+        assert len({run.id for run in stage.runs()}) == len(list(stage.runs()))
+        recorder(stage)
+
+    recorder = Recorder(objective, tmp_path / "all")
+    wanted = [Wanted(setting, "five", ["stgc", "baseline", "gar"], base) for setting in ("one", "two")]
+    together = {(c.setting, f.method): f for c, f in search(wanted, measure, tmp_path / "all")}
+    assert [len(each) for each in rounds] == [2] * 4 + [4] * 3  # three and two coordinates, then the grid
+    assert rounds[0] == {"one/five/baseline", "two/five/baseline"}
+    for setting in ("one", "two"):
+        for method in ("baseline", "gar", "stgc"):
+            where = tmp_path / f"{setting}-{method}"
+            inherited = together[setting, "baseline"].values if method != "baseline" else None
+            search_alone = search_method(base(method), where, setting, "five", inherited=inherited)
+            assert alone(search_alone, Recorder(objective, where)) == [together[setting, method]]
 
 
 # ---------------------------------------------------------------------- determinism, resuming, failures

@@ -26,14 +26,10 @@ from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import GpuUse, LocalExecutor, fitting_jobs
 from gar.sweeps.progress import View
-from gar.sweeps.search import Budget, Found, SearchError, space, sweeping
+from gar.sweeps.search import Budget, Found, SearchError, Wanted, space, sweeping
 from gar.sweeps.search import search as search_methods
 from gar.sweeps.store import SWEEP, hold
 from gar.sweeps.suite import Suite, load_suite, shipped
-
-Bases = Callable[[str], dict[str, Any]]
-#: Setting and mixture of a comparison, its methods, and the configuration of each method.
-Comparison = tuple[str, str, list[str], Bases]
 
 
 def search(
@@ -76,10 +72,9 @@ def search(
     changes = {**parse_overrides(overrides or []), **option_overrides(device=device, data_dir=data_dir)}
     budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
     comparisons = list(_comparisons(what, changes, method, setting or (), mixture or ()))
-    for _, _, methods, _ in comparisons:
-        for name in methods:
-            space(name)
-    uses = {GpuUse.of(bases(name)) for _, _, methods, bases in comparisons for name in methods}
+    for name in (name for each in comparisons for name in each.methods):
+        space(name)
+    uses = {GpuUse.of(each.bases(name)) for each in comparisons for name in each.methods}
     console = Console()
     try:
         with (
@@ -89,14 +84,11 @@ def search(
             View(0) as view,
         ):
             measure = sweeping(out, executor, stopping, view)
-            for place, subject, methods, bases in comparisons:
-                for found in search_methods(
-                    bases, methods, measure, out, place, subject, seed=seed, budget=budget
-                ):
-                    path = f"{place}/{subject}/{found.method}"
-                    view.say(f"chosen for {path}: accuracy {found.score:.4f} on the probe")
-                    console.print(_table(path, found))
-                    console.print(f"gar train {out / path / 'chosen.yaml'}", soft_wrap=True)
+            for each, found in search_methods(comparisons, measure, out, seed=seed, budget=budget):
+                path = f"{each.setting}/{each.mixture}/{found.method}"
+                view.say(f"chosen for {path}: accuracy {found.score:.4f} on the probe")
+                console.print(_table(path, found))
+                console.print(f"gar train {out / path / 'chosen.yaml'}", soft_wrap=True)
     except SearchError as failure:
         Console(stderr=True).print(f"error: {failure}; start again to go on", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -108,19 +100,15 @@ def _comparisons(
     methods: list[str] | None,
     settings: Sequence[str],
     mixtures: Sequence[str],
-) -> Iterator[Comparison]:
+) -> Iterator[Wanted]:
     if not _is_suite(what):
         if settings or mixtures:
             raise UserError(f"--setting and --mixture choose from a suite, but {what} is one configuration")
         config = resolve_config(what, changes)
         name = path_part(resolve(config.mixture)[0])
         setting = Path(what).stem if Path(what).suffix else config.backbone.name.rstrip("/").split("/")[-1]
-        yield (
-            setting,
-            name,
-            methods or [config.method.name],
-            lambda method: _with_method(config, method),
-        )
+        own = methods or [config.method.name]
+        yield Wanted(setting, name, own, lambda method: _with_method(config, method))
         return
     suite = load_suite(what).replace(changes)
     if suite.file.overrides:
@@ -132,7 +120,7 @@ def _comparisons(
             wanted = [name for name in own if name in METHOD_FIELDS]
             if passed := [name for name in own if name not in METHOD_FIELDS]:
                 print(f"{setting}/{mixture}: not searched, no ranges: {', '.join(passed)}", file=sys.stderr)
-        yield setting, mixture, wanted, _suite_bases(suite, setting, mixture)
+        yield Wanted(setting, mixture, wanted, _suite_bases(suite, setting, mixture))
 
 
 def _is_suite(what: str) -> bool:
@@ -141,7 +129,7 @@ def _is_suite(what: str) -> bool:
     return what in shipped()
 
 
-def _suite_bases(suite: Suite, setting: str, mixture: str) -> Bases:
+def _suite_bases(suite: Suite, setting: str, mixture: str) -> Callable[[str], dict[str, Any]]:
     return lambda method: suite.combination(setting, mixture, method).tree
 
 

@@ -34,7 +34,7 @@ from gar.runs.stopping import StopSignals
 from gar.sweeps.executors import Executor
 from gar.sweeps.local import GpuUse, LocalExecutor, filling_jobs
 from gar.sweeps.progress import View, duration
-from gar.sweeps.search import CANDIDATES, Budget, search, space, sweeping
+from gar.sweeps.search import CANDIDATES, Budget, Wanted, search, space, sweeping
 from gar.sweeps.store import SWEEP, hold
 from gar.sweeps.sweep import Outcome, Plan, Times, carry_out, is_due, make_plan
 from gar.training.memory import release_memory
@@ -274,11 +274,8 @@ def _searched(
     trees: dict[str, dict[str, Any]] = {}
     with hold(out), View(0, console=console) as view:
         measure = sweeping(out, executor, stopping, view)
-        found = search(
-            lambda method: dict(arms.trees[method]), arms.methods, measure, out, arms.setting, arms.mixture,
-            budget=budget,
-        )  # fmt: skip
-        for one in found:
+        wanted = Wanted(arms.setting, arms.mixture, arms.methods, lambda name: dict(arms.trees[name]))
+        for _, one in search([wanted], measure, out, budget=budget):
             values = ", ".join(f"{name} {value:.3g}" for name, value in one.values.items())
             view.say(f"chosen for {one.method}: {values}; accuracy {one.score:.4f} on the search's probe")
             trees[one.method] = one.tree

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,9 +212,12 @@ class Found:
         return {"method": self.method, "chosen": chosen, "non_finite": self.problems, "steps": steps}
 
 
+#: The search of one method: what has to be run next, stage by stage, and at the end what was found.
+Search = Generator[Stage, None, Found]
+
+
 def search_method(
     base: Tree,
-    measure: Measure,
     out: Path,
     setting: str = "search",
     mixture: str = "mixture",
@@ -222,12 +225,13 @@ def search_method(
     inherited: Mapping[str, float] | None = None,
     seed: int = 0,
     budget: Budget | None = None,
-) -> Found:
+) -> Search:
     """Search one method: the coordinate-wise pass, then the local grid around its result.
 
-    ``base`` is the full configuration with the method in it, ``inherited`` Baseline's chosen values. The
-    candidates' runs are kept in ``out/setting/mixture/method/.candidates`` under a digest of what they
-    compute, and are not run again; ``chosen.yaml`` and ``search.json`` beside them come last.
+    ``base`` is the full configuration with the method in it, ``inherited`` Baseline's chosen values. Yields
+    every :class:`Stage`, whose runs have to be done before the next is asked for (see :func:`side_by_side`).
+    They are kept in ``out/setting/mixture/method/.candidates`` under a digest of what they compute, and are
+    not run again; ``chosen.yaml`` and ``search.json`` beside them come last.
     """
     method = base["method"]["name"]
     where = space(method)
@@ -239,12 +243,12 @@ def search_method(
     locked = {name: (inherited or {})[name] for name in where.inherited}
     budget = budget or Budget()
     seeds = range(FIRST_SEED + seed * budget.seeds, FIRST_SEED + (seed + 1) * budget.seeds)
-    scorer = _Scorer(base, where, locked, measure, out, (setting, mixture), seeds, budget)
+    scorer = _Scorer(base, where, locked, out, (setting, mixture), seeds, budget)
     current: Values = {coordinate.name: coordinate.middle for coordinate in where.coordinates}
     steps: list[Compared] = []
     for coordinate in where.coordinates:
         tried = [{**current, coordinate.name: value} for value in coordinate.grid()]
-        compared = scorer.compare(coordinate.name, tried)
+        compared = yield from scorer.compare(coordinate.name, tried)
         steps.append(compared)
         if (index := _best(compared.scores)) is not None:
             current = tried[index]
@@ -253,7 +257,7 @@ def search_method(
         for c in where.coordinates
     )
     names = [coordinate.name for coordinate in where.coordinates]
-    compared = scorer.compare(
+    compared = yield from scorer.compare(
         "local", [dict(zip(names, point, strict=True)) for point in itertools.product(*near)]
     )
     steps.append(compared)
@@ -276,7 +280,6 @@ class _Scorer:
     base: Tree
     where: Space
     locked: Values
-    measure: Measure
     out: Path
     #: The setting and the mixture.
     place: tuple[str, str]
@@ -284,12 +287,12 @@ class _Scorer:
     budget: Budget
     problems: dict[str, str] = field(default_factory=dict)
 
-    def compare(self, stage: str, candidates: list[Values]) -> Compared:
-        """Run the candidates, each once, and read their scores."""
+    def compare(self, stage: str, candidates: list[Values]) -> Generator[Stage, None, Compared]:
+        """Ask for the candidates' runs, each once, and read their scores."""
         combinations = [self._combination(values) for values in candidates]
         runs = {c.id: [PlannedRun(c, seed, probe=True) for seed in self.seeds] for c in combinations}
         name = ",".join((*self.place, self.where.method, stage))
-        self.measure(Stage(name, [run for planned in runs.values() for run in planned]))
+        yield Stage(name, [run for planned in runs.values() for run in planned])
         keys = [combination.method.rpartition("/")[2] for combination in combinations]
         scores = {key: self._score(key, runs[c.id]) for key, c in zip(keys, combinations, strict=True)}
         return Compared(stage, candidates, [scores[key] for key in keys], keys)
@@ -361,33 +364,70 @@ def _write(found: Found, directory: Path) -> None:
 # ---------------------------------------------------------------------- a whole comparison
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The methods to search in one setting and mixture; ``bases(method)`` is a method's configuration."""
+
+    setting: str
+    mixture: str
+    methods: Sequence[str]
+    bases: Callable[[str], Tree]
+
+
 def search(
-    bases: Callable[[str], Tree],
-    methods: Iterable[str],
+    comparisons: Sequence[Wanted],
     measure: Measure,
     out: Path,
-    setting: str,
-    mixture: str,
     *,
     seed: int = 0,
     budget: Budget | None = None,
-) -> Iterator[Found]:
-    """Search several methods in one setting and mixture, Baseline first.
+) -> Iterator[tuple[Wanted, Found]]:
+    """Search the methods of every comparison: all Baselines first, then all others, side by side.
 
-    ``bases(method)`` is a method's configuration. Each method has its own directory below
-    ``out/setting/mixture``.
+    Each method has its own directory below ``out/setting/mixture``.
     """
-    wanted = list(dict.fromkeys(methods))
-    for method in wanted:
+    for method in (name for each in comparisons for name in each.methods):
         space(method)
-    inherited: Mapping[str, float] = {}
-    for method in ["baseline", *(name for name in wanted if name != "baseline")]:
-        found = search_method(
-            bases(method), measure, out, setting, mixture, inherited=inherited, seed=seed, budget=budget
-        )
-        if method == "baseline":
-            inherited = {name: found.values[name] for name in paper.hpo()["inherited_from_baseline"]}
-        yield found
+
+    def searched(each: Wanted, method: str, inherited: Mapping[str, float]) -> Search:
+        return search_method(
+            each.bases(method), out, each.setting, each.mixture,
+            inherited=inherited, seed=seed, budget=budget,
+        )  # fmt: skip
+
+    baselines: list[Mapping[str, float]] = [{} for _ in comparisons]
+    first = [searched(each, "baseline", {}) for each in comparisons]
+    for index, found in side_by_side(first, measure):
+        names = paper.hpo()["inherited_from_baseline"]
+        baselines[index] = {name: found.values[name] for name in names}
+        yield comparisons[index], found
+    others = [
+        (each, searched(each, method, inherited))
+        for each, inherited in zip(comparisons, baselines, strict=True)
+        for method in dict.fromkeys(each.methods)
+        if method != "baseline"
+    ]
+    for index, found in side_by_side([each for _, each in others], measure):
+        yield others[index][0], found
+
+
+def side_by_side(searches: Sequence[Search], measure: Measure) -> Iterator[tuple[int, Found]]:
+    """Carry searches out together: their next stages are run as one, so that many workers have work.
+
+    Yields a search's index and what it found as soon as it is through. No search sees another's scores, so
+    each finds what it would find alone.
+    """
+    going = dict(enumerate(searches))
+    while going:
+        stages: list[Stage] = []
+        for index, each in list(going.items()):
+            try:
+                stages.append(next(each))
+            except StopIteration as end:
+                del going[index]
+                yield index, end.value
+        if stages:
+            measure(Stage("+".join(stage.name for stage in stages), [r for s in stages for r in s.runs()]))
 
 
 def sweeping(out: Path, executor: Executor, stopping: Callable[[], bool], view: View) -> Measure:
