@@ -2,25 +2,27 @@
 # The evidence of docs/results.md, a time slice at a time: what has finished when the time is up is kept, and a later
 # call goes on, on another machine too.
 #
-#   benchmarks/evidence.sh SECONDS STEP... [KEY=VALUE...]
+#   benchmarks/evidence.sh SECONDS STEP... [--setting=NAME] [--method=NAME] [KEY=VALUE...]
 #
-# STEP is `search`, or a packaged suite without its `evidence_` (frozen, pairs, ...). KEY=VALUE is set in all runs.
+# STEP is `search`, or a packaged suite without its `evidence_` (frozen, pairs, ...). KEY=VALUE is set in all runs;
+# --setting, --method and --mixture choose some of them, as for `gar sweep`.
 #
 #   DATA  the tasks for --data-dir (default: data)
 #   KEPT  what earlier calls brought back (default: docs/results)
 #   OUT   where this call leaves evidence.csv, evidence.trajectories.csv and search.tar.gz (default: evidence)
 #   WORK  run directories, which need not outlive the machine (default: a temporary directory)
 #   GAR   the command (default: gar); JOBS runs at a time of a sweep (default: what fills the GPUs)
-#   UPDATES, METHODS  of the search's candidates (default: the protocol's, all seven), to try it out
+#   UPDATES  of the search's candidates (default: the protocol's), to try it out
 set -u -o pipefail
 seconds=$1; shift
-steps=() overrides=()
-for word in "$@"; do case $word in *=*) overrides+=("$word") ;; *) steps+=("$word") ;; esac; done
+steps=() overrides=() only=()
+for word in "$@"; do
+    case $word in --*=*) only+=("$word") ;; *=*) overrides+=("$word") ;; *) steps+=("$word") ;; esac
+done
 DATA=${DATA:-data} KEPT=${KEPT:-docs/results} OUT=${OUT:-evidence} GAR=${GAR:-gar}
 WORK=${WORK:-$(mktemp -d)}
 end=$((SECONDS + seconds - 15))      # the last seconds are for the archive
 jobs=(${JOBS:+--jobs "$JOBS"})
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 mkdir -p "$OUT" "$WORK/search"
 
 for file in evidence.csv evidence.trajectories.csv search.tar.gz; do
@@ -40,19 +42,12 @@ limited() {      # a command, interrupted when the time is up: it then stops aft
     timeout --signal=INT --kill-after=10 "$left" "$@"
 }
 
-search() {       # both settings at once, each on a GPU of its own where there are two
-    local pids=() device=() number=0 setting method options=(${UPDATES:+--updates "$UPDATES"})
-    for method in ${METHODS:-}; do options+=(--method "$method"); done
-    for setting in frozen_top1 frozen_top4; do
-        if [ "$gpus" -gt 1 ]; then device=("CUDA_VISIBLE_DEVICES=$((number % gpus))"); fi
-        limited env "${device[@]}" $GAR search evidence_frozen --setting "$setting" --mixture six_complete \
-            --out "$WORK/search/$setting" --data-dir "$DATA" "${jobs[@]}" \
-            "${options[@]}" "${overrides[@]}" >"$WORK/search-$setting.log" 2>&1 &
-        pids+=($!); number=$((number + 1))
-    done
-    local code=0
-    for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
-    tail -n 3 "$WORK"/search-*.log
+search() {       # settings and methods run side by side; what is already measured is not run again
+    local options=(${UPDATES:+--updates "$UPDATES"})
+    limited $GAR search evidence_frozen --mixture six_complete --out "$WORK/search" --data-dir "$DATA" \
+        "${jobs[@]}" "${options[@]}" "${only[@]}" "${overrides[@]}" >"$WORK/search.log" 2>&1
+    local code=$?
+    tail -n 3 "$WORK/search.log"
     archive
     return $code
 }
@@ -61,8 +56,7 @@ chosen() {       # all choices in one folder, as `--chosen` wants them
     mkdir -p "$WORK/chosen"
     if [ -d "$KEPT/chosen" ]; then cp -r "$KEPT/chosen/." "$WORK/chosen/"; fi
     (cd "$WORK/search" && find . -name chosen.yaml) | while read -r path; do
-        local place=${path#./*/}     # without the folder of the search itself
-        mkdir -p "$WORK/chosen/$(dirname "$place")" && cp "$WORK/search/$path" "$WORK/chosen/$place"
+        mkdir -p "$WORK/chosen/$(dirname "$path")" && cp "$WORK/search/$path" "$WORK/chosen/$path"
     done
 }
 
@@ -72,11 +66,12 @@ for step in "${steps[@]}"; do
     search) search ;;
     trained*|top4|roberta|deberta)   # a search there is out of reach: one learning rate for all methods
         limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$OUT/evidence.csv" --no-models \
-            --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
+            --data-dir "$DATA" "${jobs[@]}" "${only[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     *)
         chosen
         limited $GAR sweep "evidence_$step" --chosen "$WORK/chosen" --out "$WORK/runs" \
-            --store "$OUT/evidence.csv" --no-models --data-dir "$DATA" "${jobs[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
+            --store "$OUT/evidence.csv" --no-models --data-dir "$DATA" \
+            "${jobs[@]}" "${only[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     esac
 done
 ls -l "$OUT"

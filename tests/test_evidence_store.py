@@ -262,10 +262,10 @@ def slice_of(tmp_path: Path, *words: str, seconds: int = 60) -> list[str]:
 def test_a_slice_goes_on_with_what_the_last_one_kept(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "evidence.csv").write_text("id\n")
-    commands = slice_of(tmp_path, "search", "pairs", "trained_ffn", "optimizer.updates=7")
-    assert [command.split()[0] for command in commands] == ["search", "search", "sweep", "sweep"]
-    assert all(command.endswith("optimizer.updates=7") for command in commands)
-    pairs, trained = commands[2:]
+    commands = slice_of(tmp_path, "search", "pairs", "trained_ffn", "--method=gar", "optimizer.updates=7")
+    assert [command.split()[0] for command in commands] == ["search", "sweep", "sweep"]
+    assert all(command.endswith("--method=gar optimizer.updates=7") for command in commands)
+    pairs, trained = commands[1:]
     assert f"evidence_pairs --chosen {tmp_path}/work/chosen" in pairs
     assert "--chosen" not in trained
     assert all(f"--store {tmp_path}/out/evidence.csv" in command for command in (pairs, trained))
