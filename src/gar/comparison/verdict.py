@@ -97,7 +97,8 @@ def judge(method: str, label: str, found: Paired | None, reference: str = "Basel
 class Recommendation:
     """A method, and the seed of its model that is best on the selection part, with the reason in words.
 
-    ``accuracy`` is that model's on the selection part, ``differences`` are each method's from Baseline there.
+    ``accuracy`` is that model's on the selection part, ``differences`` are each method's from Baseline there,
+    with the interval that the choice went by.
     """
 
     method: str
@@ -115,19 +116,23 @@ def recommend(
 ) -> Recommendation | None:
     """Choose by accuracies on the selection part alone, ``{method: {seed: macro}}``; None without Baseline.
 
-    The method with the highest mean among those whose paired 95 % interval over Baseline lies above 0, else
-    Baseline; of it the seed with the highest accuracy. A method whose runs did not all finish is not chosen:
-    it may fail again. Ties go to the method that comes first and to the lowest seed.
+    The method with the highest mean among those whose paired interval over Baseline lies above 0, else
+    Baseline; of it the seed with the highest accuracy. Intervals have 95 % for all methods together
+    (Bonferroni): of many methods without any effect, one would often be better by chance. A method whose runs
+    did not all finish is not chosen: it may fail again. Ties go to the method that comes first and to the
+    lowest seed.
     """
     base = dict(accuracies.get(reference) or {})
     if not base:
         return None
     differences, winners = {}, {}
+    confidence = 1 - 0.05 / max(1, sum(method != reference for method in accuracies))
     for method, found in accuracies.items():
         common = [seed for seed in seeds if seed in found and seed in base]
         if method == reference or not common:
             continue
-        mean, low, high = paired_difference([found[s] for s in common], [base[s] for s in common])
+        ours, theirs = [found[s] for s in common], [base[s] for s in common]
+        mean, low, high = paired_difference(ours, theirs, confidence)
         nan = float("nan")
         paired = Paired(mean, nan if low is None else low, nan if high is None else high, tuple(common))
         differences[method] = paired
@@ -136,15 +141,19 @@ def recommend(
     chosen = max(winners, key=lambda method: winners[method], default=reference)
     own = accuracies[chosen]
     seed = min(own, key=lambda seed: (-own[seed], seed))
-    return Recommendation(
-        chosen, seed, own[seed], _reason(chosen, differences, labels, reference, len(seeds)), differences
-    )
+    reason = _reason(chosen, differences, labels, reference, len(seeds), f"{100 * confidence:.3g} %")
+    return Recommendation(chosen, seed, own[seed], reason, differences)
 
 
 def _reason(
-    chosen: str, differences: Mapping[str, Paired], labels: Mapping[str, str], reference: str, seeds: int
+    chosen: str,
+    differences: Mapping[str, Paired],
+    labels: Mapping[str, str],
+    reference: str,
+    seeds: int,
+    level: str,
 ) -> str:
-    """Why this method, of ``seeds`` planned seeds each."""
+    """Why this method, of ``seeds`` planned seeds each, by intervals of this level."""
     if chosen == reference:
         if not differences:
             return "there is no other method to choose"
@@ -154,10 +163,10 @@ def _reason(
         missing = f"; not judged, since runs are missing: {listing(lacking)}" if lacking else ""
         if len(lacking) == len(differences):
             return f"no other method has all its runs{missing}"
-        return f"no other method is better than it there with a 95 % interval above 0{missing}"
+        return f"no other method is better than it there with a {level} interval above 0{missing}"
     found = differences[chosen]
     return (
-        f"better than {labels[reference]} there by {points(100 * found.mean)} points (95 % interval "
+        f"better than {labels[reference]} there by {points(100 * found.mean)} points ({level} interval "
         f"{points(100 * found.low)} to {points(100 * found.high)}, {number(len(found.seeds))} seeds)"
     )
 
