@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -249,7 +250,7 @@ def test_evaluate_gives_the_numbers_of_the_result(
     assert sections["accuracy"] == result["accuracy"]
     for key, value in result["routing"].items():
         if isinstance(value, float | list):
-            assert sections["routing"][key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+            np.testing.assert_allclose(sections["routing"][key], value, 1e-6, 1e-9, err_msg=key)
     assert sections["routing"]["counts"] == result["routing"]["counts"]
     assert run(["evaluate", str(finished / "model"), "--no-cache"]) == 0
     assert f"{result['accuracy']['macro']:.4f}" in capsys.readouterr().out

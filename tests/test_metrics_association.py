@@ -11,7 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from gar.metrics import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics import (
+    adjusted_rand_index,
+    normalized_mutual_information,
+    structure_purity,
+    structure_purity_floor,
+)
 
 METRICS = [structure_purity, normalized_mutual_information, adjusted_rand_index]
 
@@ -137,7 +142,9 @@ def test_ranges(counts):
 def test_purity_is_at_least_the_share_of_the_largest_task(counts):
     total = sum(map(sum, counts))
     assume(total)
-    assert structure_purity(counts) >= max(map(sum, counts)) / total
+    assert structure_purity_floor(counts) == max(map(sum, counts)) / total
+    assert structure_purity(counts) >= structure_purity_floor(counts)
+    assert structure_purity_floor([[0, 0], [0, 0]]) == 0.0
 
 
 def test_billions_of_tokens():

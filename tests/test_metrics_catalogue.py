@@ -28,8 +28,9 @@ from support.tiny_runs import make_world, tree
 
 #: The numbers of result.json's routing section, in its order.
 NUMBERS = [
-    "load_variance", "utilization", "gradient_mass_purity", "structure_purity", "nmi", "ari", "entropy",
-    "normalized_entropy", "intra_expert_coherence", "inter_expert_similarity",
+    "load_variance", "utilization", "effective_experts", "gradient_mass_purity", "gradient_mass_floor",
+    "live_gradient_mass_purity", "purity_above_floor", "structure_purity", "structure_purity_floor", "nmi",
+    "ari", "entropy", "normalized_entropy", "intra_expert_coherence", "inter_expert_similarity",
     "task_cosine", "observed_cosine", "task_conflict",
 ]  # fmt: skip
 PLUGIN = """
@@ -210,7 +211,23 @@ def test_a_metric_that_reads_what_the_result_has(tmp_path: Path) -> None:
     assert load(tmp_path).endpoints()["first_task"].tolist() == [0.75]
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if name != "accuracy"])
+#: What an older result can tell of its tables.
+RECOVERED = [name for name, metric in METRICS.items() if metric.recover and name != "normalized_entropy"]
+
+
+def test_an_older_result_tells_what_its_tables_hold() -> None:
+    seen = measured(3, 3, 4)
+    tables = {"gradient_norms": seen.norms, "counts": seen.counts}
+    older = {"load": seen.load.tolist()} | {
+        key: {str(t): row.tolist() for t, row in enumerate(rows)} for key, rows in tables.items()
+    }
+    assert len(RECOVERED) == 5
+    for name in RECOVERED:
+        assert METRICS[name].read({"routing": older}) == pytest.approx(summarize(seen)[name], rel=1e-12)
+        assert math.isnan(METRICS[name].read({"routing": {}}))
+
+
+@pytest.mark.parametrize("name", [name for name in listed() if name not in ("accuracy", *RECOVERED)])
 def test_a_result_without_a_metric_is_shown_with_a_dash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -9,14 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gar.metrics import (
+    gradient_mass_floor,
     gradient_mass_purity,
     inter_expert_similarity,
     intra_expert_coherence,
+    live_gradient_mass_purity,
     observed_cosine,
+    purity_above_floor,
     task_conflict,
     task_cosine,
     task_cosines,
 )
+from gar.metrics.gradient import MASS_FLOOR
 
 COSINES = [intra_expert_coherence, inter_expert_similarity, task_cosine, observed_cosine]
 
@@ -106,6 +110,36 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
 @given(norms)
 def test_purity_agrees_with_loops(mass):
     assert gradient_mass_purity(mass) == pytest.approx(slow_purity(mass), abs=1e-14)
+
+
+@given(norms)
+def test_the_floor_and_what_lies_above_it_agree_with_loops(mass):
+    tasks, experts = len(mass), len(mass[0])
+    totals = [sum(mass[t][e] for t in range(tasks)) for e in range(experts)]
+    live = [e for e in range(experts) if totals[e] > MASS_FLOOR]
+    shares = [max(mass[t][e] for t in range(tasks)) / totals[e] for e in live]
+    whole = sum(totals)
+    floor = max(map(sum, mass)) / whole if whole else 0.0
+    purity = sum(shares) / len(live) if live else 0.0
+    assert gradient_mass_floor(mass) == pytest.approx(floor, rel=1e-12)
+    assert live_gradient_mass_purity(mass) == pytest.approx(purity, rel=1e-12)
+    if 0 < floor < 1 - 1e-9:
+        assert purity_above_floor(mass) == pytest.approx((purity - floor) / (1 - floor), rel=1e-6, abs=1e-9)
+
+
+def test_idle_experts_and_unequal_tasks_move_purity_but_not_what_lies_above_the_floor():
+    apart = np.array([[3.0, 0.0], [0.0, 1.0]])
+    idle = np.pad(apart, ((0, 0), (0, 2)))
+    assert gradient_mass_purity(apart) == 1.0
+    assert gradient_mass_purity(idle) == 0.5
+    assert purity_above_floor(apart) == purity_above_floor(idle) == 1.0
+    mixed = np.array([[9.0, 18.0, 27.0], [1.0, 2.0, 3.0]])  # one mix of tasks, one task's gradients longer
+    assert gradient_mass_purity(mixed) == pytest.approx(0.9)
+    assert gradient_mass_floor(mixed) == pytest.approx(0.9)
+    assert purity_above_floor(mixed) == pytest.approx(0.0, abs=1e-12)
+    for nothing in (np.zeros((2, 3)), np.ones((1, 3))):  # no gradient, one task
+        assert purity_above_floor(nothing) == 0.0
+    assert gradient_mass_floor(np.full((2, 2), 1e308)) == 0.5
 
 
 def test_an_expert_at_the_floor_counts_zero_and_stays_in_the_mean():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gar.metrics import describe_collapse, load_variance, routing_entropy, utilization
+from gar.metrics import describe_collapse, effective_experts, load_variance, routing_entropy, utilization
 
 
 def slow_load_variance(load):
@@ -36,6 +36,14 @@ def slow_routing_entropy(rows):
     return total / len(rows)
 
 
+def slow_effective_experts(load):
+    product = 1.0
+    for share in load:
+        if share > 0:
+            product *= share**-share
+    return product / len(load)
+
+
 @st.composite
 def distributions(draw, experts=None):
     n = experts or draw(st.integers(1, 12))
@@ -51,6 +59,7 @@ rows = st.integers(1, 9).flatmap(lambda e: st.lists(distributions(e), min_size=1
 def test_load_metrics_agree_with_loops(load):
     assert load_variance(load) == pytest.approx(slow_load_variance(load), abs=1e-15)
     assert utilization(load) == slow_utilization(load)
+    assert effective_experts(load) == pytest.approx(slow_effective_experts(load), rel=1e-12)
 
 
 @given(distributions())
@@ -84,6 +93,7 @@ def test_half_of_the_uniform_share_is_used_and_less_is_not():
 def test_degenerate_loads(load, variance, used):
     assert load_variance(load) == variance
     assert utilization(load) == used
+    assert effective_experts(load) == float(sum(load))
 
 
 @given(rows)

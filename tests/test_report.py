@@ -243,7 +243,7 @@ def test_every_figure_draws(sweep):
     for name, draw in figures.FIGURES.items():
         if name != "coefficient_sweep":
             assert svg(draw(results), name, name).startswith("<svg")
-    assert len(figures.trajectories(results).axes) == 12  # ten panels, the legend, and a spare
+    assert len(figures.trajectories(results).axes) == 16  # twelve panels, the legend, three spares
     assert figures.loads(results)._repr_svg_().startswith("<svg")  # type: ignore[attr-defined]
 
 

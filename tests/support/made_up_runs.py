@@ -56,6 +56,7 @@ def sections(tasks: Mapping[str, float], rng: np.random.Generator, experts: int 
             "task_conflict": float(rng.uniform(0, 0.5)),
             "load_by_task": dict(zip(tasks, by_task.tolist(), strict=True)),
             "counts": dict(zip(tasks, counts.tolist(), strict=True)),
+            "gradient_norms": dict(zip(tasks, norms.tolist(), strict=True)),
         },
     }
 

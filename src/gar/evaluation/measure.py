@@ -79,8 +79,9 @@ def evaluate(
 
     Returns the ``accuracy`` and ``routing`` sections of result.json: beside the summary numbers,
     ``routing.load_by_task``, ``routing.counts`` (the contingency table) and ``routing.gradient_norms``, each
-    ``{task: [E]}``, and ``routing.task_cosines``, ``{task: [T]}``. Weights, gradients, mode and random state
-    of the model stay as they are. ``watch`` sees the routing of every validation example. Raises
+    ``{task: [E]}``, ``routing.task_cosines``, ``{task: [T]}``, and ``routing.gradient_grams`` [E, T, T], the
+    inner products of the tasks' gradients in each expert. Weights, gradients, mode and random state of the
+    model stay as they are. ``watch`` sees the routing of every validation example. Raises
     :class:`EvaluationFailure` where the model has diverged.
     """
     options = options or EvaluationConfig()
@@ -282,4 +283,5 @@ def routing_summary(
                 ("task_cosines", metrics.task_cosines(gram=probe.by_expert)),
             )
         },
+        "gradient_grams": probe.by_expert.tolist(),
     }

@@ -8,18 +8,26 @@ that make no sense (wrong shape, empty, negative, not finite) raise ``ValueError
 """
 
 from gar.metrics.accuracy import TASK_METRICS, accuracy, f1, macro_accuracy, matthews_correlation
-from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics.association import (
+    adjusted_rand_index,
+    normalized_mutual_information,
+    structure_purity,
+    structure_purity_floor,
+)
 from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.gradient import (
+    gradient_mass_floor,
     gradient_mass_purity,
     inter_expert_similarity,
     intra_expert_coherence,
+    live_gradient_mass_purity,
     observed_cosine,
+    purity_above_floor,
     task_conflict,
     task_cosine,
     task_cosines,
 )
-from gar.metrics.load import describe_collapse, load_variance, routing_entropy, utilization
+from gar.metrics.load import describe_collapse, effective_experts, load_variance, routing_entropy, utilization
 from gar.metrics.prediction import Prediction, holm, predicts, rank_correlation
 from gar.metrics.statistics import (
     PairedDifference,
@@ -40,11 +48,14 @@ __all__ = [
     "accuracy",
     "adjusted_rand_index",
     "describe_collapse",
+    "effective_experts",
     "f1",
+    "gradient_mass_floor",
     "gradient_mass_purity",
     "holm",
     "inter_expert_similarity",
     "intra_expert_coherence",
+    "live_gradient_mass_purity",
     "load_variance",
     "macro_accuracy",
     "matthews_correlation",
@@ -54,11 +65,13 @@ __all__ = [
     "pareto_front",
     "population_std",
     "predicts",
+    "purity_above_floor",
     "rank_correlation",
     "register",
     "routing_entropy",
     "seed_means",
     "structure_purity",
+    "structure_purity_floor",
     "summarize",
     "task_conflict",
     "task_cosine",

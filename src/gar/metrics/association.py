@@ -29,6 +29,18 @@ def structure_purity(counts: Values) -> float:
     return sum(max(column) for column in zip(*table, strict=True)) / total if total else 0.0
 
 
+def structure_purity_floor(counts: Values) -> float:
+    """The largest task's share of the events: the structure purity of experts that say nothing of the task.
+
+    ``counts`` [T, E]. Range: ``1/T`` to 1. Not in the paper. Degenerate: all-zero counts give 0, one task 1.
+
+    >>> structure_purity_floor([[6, 0], [2, 2]])
+    0.6
+    """
+    _, tasks, _, total = _margins(counts)
+    return max(tasks) / total if total else 0.0
+
+
 def normalized_mutual_information(counts: Values) -> float:
     """Mutual information of task and expert over the arithmetic mean of their entropies.
 

@@ -16,16 +16,24 @@ from typing import Any
 
 from gar.errors import UserError
 from gar.metrics._arrays import Floats
-from gar.metrics.association import adjusted_rand_index, normalized_mutual_information, structure_purity
+from gar.metrics.association import (
+    adjusted_rand_index,
+    normalized_mutual_information,
+    structure_purity,
+    structure_purity_floor,
+)
 from gar.metrics.gradient import (
+    gradient_mass_floor,
     gradient_mass_purity,
     inter_expert_similarity,
     intra_expert_coherence,
+    live_gradient_mass_purity,
     observed_cosine,
+    purity_above_floor,
     task_conflict,
     task_cosine,
 )
-from gar.metrics.load import load_variance, routing_entropy, utilization
+from gar.metrics.load import effective_experts, load_variance, routing_entropy, utilization
 
 Bounds = tuple[float, float]
 
@@ -60,8 +68,8 @@ class Metric:
     Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words
     what the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the
     paper's tables, ``short`` a heading for narrow tables. ``brief`` ones stand in the table of a single
-    result too; those not ``listed`` are in result.json and the report's CSV alone. ``recover`` computes the
-    value from the sections of an older result that lacks it.
+    result too; those not ``listed`` are in result.json and the report's CSV alone, those not ``drawn`` in no
+    figure over training. ``recover`` computes the value from the sections of an older result that lacks it.
     """
 
     name: str
@@ -78,6 +86,7 @@ class Metric:
     where: str = ""
     brief: bool = False
     listed: bool = True
+    drawn: bool = True
     recover: Callable[[Mapping[str, Any]], float] | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +132,17 @@ def _entropy_share(sections: Mapping[str, Any]) -> float:
     return entropy / math.log(experts) if experts > 1 else (0.0 if experts else math.nan)
 
 
+def _from(table: str, metric: Callable[[Any], float]) -> Callable[[Mapping[str, Any]], float]:
+    """Computes a metric that an older result lacks from a table of its routing section; NaN without one."""
+
+    def recover(sections: Mapping[str, Any]) -> float:
+        found: Any = (sections.get("routing") or {}).get(table)
+        rows = list(found.values()) if isinstance(found, Mapping) else found
+        return metric(rows) if rows else math.nan
+
+    return recover
+
+
 #: By name, in the order of result.json.
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -136,11 +156,30 @@ METRICS: dict[str, Metric] = {
         Metric("utilization", "utilization", lambda m: utilization(m.load), better=1,
                bounds=lambda tasks, experts: (1 / experts, 1), digits=3, paper="util", short="util.",
                brief=True, meaning="share of the experts with at least half the uniform load"),
+        Metric("effective_experts", "effective experts", lambda m: effective_experts(m.load), better=1,
+               bounds=lambda tasks, experts: (1 / experts, 1), digits=3, short="eff. experts", brief=True,
+               recover=_from("load", effective_experts),
+               meaning="exp of the load's entropy, as a share of the experts"),
         Metric("gradient_mass_purity", "gradient-mass purity", lambda m: gradient_mass_purity(m.norms),
                better=1, bounds=(0, 1), paper="purity", short="purity", brief=True,
                meaning="largest task's share of an expert's gradient"),
+        Metric("gradient_mass_floor", "gradient-mass floor", lambda m: gradient_mass_floor(m.norms),
+               bounds=(0, 1), short="floor", drawn=False,
+               recover=_from("gradient_norms", gradient_mass_floor),
+               meaning="what purity is where all experts have the same mix of tasks"),
+        Metric("live_gradient_mass_purity", "purity of live experts",
+               lambda m: live_gradient_mass_purity(m.norms), better=1, bounds=(0, 1), drawn=False,
+               recover=_from("gradient_norms", live_gradient_mass_purity),
+               meaning="gradient-mass purity without the experts that receive no gradient"),
+        Metric("purity_above_floor", "purity above floor", lambda m: purity_above_floor(m.norms), better=1,
+               bounds=(-math.inf, 1), brief=True, recover=_from("gradient_norms", purity_above_floor),
+               meaning="of live experts; 0: all have the same mix of tasks; 1: one task each"),
         Metric("structure_purity", "structure purity", lambda m: structure_purity(m.counts), bounds=(0, 1),
                paper="struct_purity", meaning="selections that belong to their expert's largest task"),
+        Metric("structure_purity_floor", "structure floor",
+               lambda m: structure_purity_floor(m.counts), bounds=(0, 1), drawn=False,
+               recover=_from("counts", structure_purity_floor),
+               meaning="the largest task's share of all selections"),
         Metric("nmi", "NMI", lambda m: normalized_mutual_information(m.counts), bounds=(0, 1), paper="nmi",
                brief=True, meaning="0: the expert says nothing about the task"),
         Metric("ari", "ARI", lambda m: adjusted_rand_index(m.counts), bounds=(-0.5, 1), paper="ari",
@@ -181,7 +220,9 @@ OBJECTIVES: Mapping[str, str] = {
     "load_variance": "load_variance",
 }
 
-_OWN = frozenset({*METRICS, "load", "load_by_task", "counts", "gradient_norms", "task_cosines"})
+_OWN = frozenset(
+    {*METRICS, "load", "load_by_task", "counts", "gradient_norms", "task_cosines", "gradient_grams"}
+)
 
 
 def register(metric: Metric) -> Metric:

@@ -37,6 +37,52 @@ def gradient_mass_purity(norms: Values) -> float:
     return float(np.mean(np.where(live, 1 / np.maximum((mass / top).sum(0), 1.0), 0.0)))
 
 
+def gradient_mass_floor(norms: Values) -> float:
+    """``max_t sum_e ||g_te|| / sum_te ||g_te||``: the purity of experts that all have the same mix of tasks.
+
+    ``norms`` [T, E]. What :func:`live_gradient_mass_purity` is compared with: where one task's gradients are
+    long, every expert's largest share is high, specialised or not. Range: ``1/T`` to 1. Not in the paper.
+
+    Degenerate: no gradient mass gives 0, one task 1.
+
+    >>> gradient_mass_floor([[2.0, 4.0], [1.0, 1.0]])
+    0.75
+    """
+    mass = non_negative(norms, "norms", "T", "E")
+    by_task = (mass / (mass.max() or 1.0)).sum(1)
+    return float(by_task.max() / by_task.sum()) if by_task.any() else 0.0
+
+
+def live_gradient_mass_purity(norms: Values) -> float:
+    """:func:`gradient_mass_purity` over the experts that receive gradient: idle ones do not count.
+
+    ``norms`` [T, E]. Range: ``1/T`` to 1. Not in the paper. Degenerate: no gradient mass gives 0, one task 1.
+
+    >>> live_gradient_mass_purity([[3.0, 0.0], [1.0, 0.0]])
+    0.75
+    """
+    mass = non_negative(norms, "norms", "T", "E")
+    with np.errstate(over="ignore"):
+        live = mass.sum(0) > MASS_FLOOR
+    return gradient_mass_purity(mass[:, live]) if live.any() else 0.0
+
+
+def purity_above_floor(norms: Values) -> float:
+    """``(live - floor) / (1 - floor)``: how far the live experts' purity goes beyond an equal mix of tasks.
+
+    ``norms`` [T, E]; ``live`` is :func:`live_gradient_mass_purity`, ``floor`` :func:`gradient_mass_floor`.
+    0: no more than an equal mix; 1: every live expert has one task's gradient alone. It may be below 0, since
+    experts count alike however much gradient they receive. Not in the paper.
+
+    Degenerate: one task, or no gradient mass, gives 0.
+
+    >>> purity_above_floor([[3.0, 0.0], [1.0, 4.0]])  # (0.875 - 0.625) / 0.375
+    0.6666666666666666
+    """
+    floor = gradient_mass_floor(norms)
+    return (live_gradient_mass_purity(norms) - floor) / (1 - floor) if 0 < floor < 1 else 0.0
+
+
 def intra_expert_coherence(gradients: Values | None = None, *, gram: Values | None = None) -> float:
     """Expert mean of the mean cosine over all task pairs; ``gradients`` [T, E, d] or ``gram`` [E, T, T].
 

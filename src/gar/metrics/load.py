@@ -49,6 +49,21 @@ def utilization(load: Values) -> float:
     return float(np.mean(shares >= 1 / (2 * len(shares))))
 
 
+def effective_experts(load: Values) -> float:
+    """``exp(H(l)) / E``: the number of equally used experts with the entropy of ``load`` [E], as a share.
+
+    Range: ``1/E`` (one expert holds everything) to 1 (uniform). Not in the paper.
+
+    Degenerate: one expert gives 1, an all-zero load 0.
+
+    >>> effective_experts([0.5, 0.5, 0.0, 0.0])
+    0.5
+    """
+    shares = distributions(load, "load", "E")
+    used = shares[shares > 0]
+    return float(np.exp(-(used * np.log(used)).sum()) / len(shares)) if len(used) else 0.0
+
+
 def routing_entropy(probabilities: Values, normalize: bool = False) -> float:
     """Mean over examples of the entropy ``-sum_e q_ne log q_ne`` (natural log); ``probabilities`` [N, E].
 

@@ -47,7 +47,9 @@ def trajectories(results: Results, setting: str | None = None, scope: str | None
         raise NothingToDraw("no evaluations during training; runs with evaluation.every=200 have them")
     lines = {variant: line for variant, line in lines.items() if len(line)}
     measured = [
-        name for name in listed() if any(line[name].notna().any(axis=None) for line in lines.values())
+        name
+        for name, metric in listed().items()
+        if metric.drawn and any(line[name].notna().any(axis=None) for line in lines.values())
     ]
     look = _styles(results, setting)
     panels = Panels(len(measured), 4, 2.75, 2.2, extra=1)
