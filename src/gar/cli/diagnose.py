@@ -79,8 +79,8 @@ def show(console: Console, diagnosis: Mapping[str, Any]) -> None:
     experts, unit = diagnosis["experts"], diagnosis["unit"]
     title = f"{diagnosis['mixture']}: {diagnosis['site']}, {experts} experts, {diagnosis['top_k']} per {unit}"
     console.print(title, style="bold", markup=False, highlight=False)
-    if diagnosis["collapse"]:
-        console.print(f"{diagnosis['collapse']}", style="yellow", markup=False, highlight=False)
+    for sentence in diagnosis["findings"]:
+        console.print(sentence, style="yellow", markup=False, highlight=False)
     what = "tokens" if unit == "token" else "tasks and labels"
     _heading(console, f"Load by task and expert, % (uniform: {100 / experts:.1f})")
     for start in range(0, experts, COLUMNS):

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from gar import metrics
 from gar.config import CacheConfig, EvaluationConfig
-from gar.data import check_mixture
+from gar.data import check_mixture, majority_shares
 from gar.data.task import Mixture
+from gar.evaluation.findings import findings
 from gar.evaluation.measure import evaluate
 from gar.features import Source, make_source
 from gar.metrics.gradient import MASS_FLOOR
@@ -55,15 +56,23 @@ def diagnose(
 
     ``seen[e]`` lists up to ``top`` tokens (FFN sites) or tasks and labels (head site) with the highest lift
     of expert e, among those that occur ``minimum_count`` times or more. ``collapse`` says in plain words what
-    is wrong with the load, or is None.
+    is wrong with the load, or is None; ``findings`` are sentences about all of it. ``chance.nmi`` is what
+    NMI reaches by chance (:func:`gar.metrics.shuffled_information`).
     """
     if top < 0 or minimum_count < 1:
         raise ValueError(f"top must be 0 or more and minimum_count 1 or more, got {top} and {minimum_count}")
     if source is None:
         check_mixture(model.tasks, mixture)
         source = make_source(model, [task.validation for task in mixture.tasks], cache or CacheConfig())
-    tally = TALLIES[model.site.unit](model, mixture, source)
-    sections = evaluate(model, mixture, source=source, options=options, watch=tally)
+    tally, choices = TALLIES[model.site.unit](model, mixture, source), _Choices()
+
+    def watch(task: int, rows: NDArray[np.int64], routing: Routing) -> None:
+        tally(task, rows, routing)
+        choices(task, rows, routing)
+
+    sections = evaluate(model, mixture, source=source, options=options, watch=watch)
+    chance = {"nmi": choices.shuffled_information()}
+    said = findings({**sections, "chance": chance}, majority_shares(mixture))
     return {
         "schema": SCHEMA,
         "mixture": mixture.name,
@@ -72,6 +81,8 @@ def diagnose(
         "top_k": model.experts_config.top_k,
         "unit": model.site.unit,
         "collapse": metrics.describe_collapse(sections["routing"]["load"]),
+        "findings": said,
+        "chance": chance,
         **sections,
         "minimum_count": minimum_count,
         "seen": tally.seen(top, minimum_count),
@@ -194,6 +205,24 @@ class _Labels:
             [{"task": self._items[x.item][0], "label": self._items[x.item][1], **_numbers(x)} for x in expert]
             for expert in found
         ]
+
+
+class _Choices:
+    """How often each example selects each expert."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, NDArray[np.int64], torch.Tensor]] = []
+
+    def __call__(self, task: int, rows: NDArray[np.int64], routing: Routing) -> None:
+        chosen = routing.selected
+        self._seen.append((task, rows, chosen.sum(1) if chosen.dim() == 3 else chosen.long()))
+
+    def shuffled_information(self) -> float:
+        # By task and example, so that the draws do not depend on how examples went together.
+        tasks = np.concatenate([np.full(len(rows), task) for task, rows, _ in self._seen])
+        order = np.lexsort((np.concatenate([rows for _, rows, _ in self._seen]), tasks))
+        chosen = torch.cat([chosen for *_, chosen in self._seen]).cpu().numpy()
+        return metrics.shuffled_information(chosen[order], tasks[order])
 
 
 #: What is counted, by the routed unit.

@@ -11,6 +11,7 @@ from gar.metrics.accuracy import TASK_METRICS, accuracy, f1, macro_accuracy, mat
 from gar.metrics.association import (
     adjusted_rand_index,
     normalized_mutual_information,
+    shuffled_information,
     structure_purity,
     structure_purity_floor,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "register",
     "routing_entropy",
     "seed_means",
+    "shuffled_information",
     "structure_purity",
     "structure_purity_floor",
     "summarize",

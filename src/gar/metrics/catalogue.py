@@ -221,7 +221,16 @@ OBJECTIVES: Mapping[str, str] = {
 }
 
 _OWN = frozenset(
-    {*METRICS, "load", "load_by_task", "counts", "gradient_norms", "task_cosines", "gradient_grams"}
+    {
+        *METRICS,
+        "load",
+        "load_by_task",
+        "counts",
+        "gradient_norms",
+        "task_cosines",
+        "gradient_grams",
+        "nmi_shuffled",
+    }
 )
 
 
