@@ -297,7 +297,8 @@ def test_a_comparison_from_its_files(tmp_path: Path, inline: list[str]) -> None:
     with (out / "compare.csv").open(newline="") as file:
         rows = {(row["metric"], row["method"]): row for row in csv.DictReader(file)}
     routing = {
-        "load_variance", "utilization", "gradient_mass_purity", "nmi", "intra_expert_coherence"
+        "load_variance", "utilization", "effective_experts", "gradient_mass_purity", "purity_above_floor",
+        "nmi", "intra_expert_coherence",
     }  # fmt: skip
     assert {metric for metric, _ in rows} == {"accuracy", "accuracy.mood", "accuracy.nli", *routing}
     for (metric, method), row in rows.items():
@@ -337,7 +338,7 @@ def test_a_comparison_from_its_files(tmp_path: Path, inline: list[str]) -> None:
     assert page.tables["compare"][0] == [
         "", "majority class", "Baseline", "GAR", "GAR − Baseline", "SwitchAux", "SwitchAux − Baseline"
     ]  # fmt: skip
-    assert len(page.tables["compare"]) == 1 + 3 + 5
+    assert len(page.tables["compare"]) == 1 + 3 + 7
     assert "seed 0, the methods side by side" in page_text
     markdown = (out / "compare.md").read_text()
     for verdict in comparison.verdicts:

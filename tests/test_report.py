@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Annotation
 
 from gar.cli.app import run as gar
 from gar.errors import UserError
@@ -252,6 +253,30 @@ def test_the_line_of_uniform_load(sweep):
     for axes in figures.loads(results).axes:
         if axes.patches:
             assert any(np.allclose(line.get_ydata(), 1 / 8) for line in axes.lines)
+
+
+def test_balance_marks_are_means_over_seeds(tmp_path):
+    for coefficient in (0.01, 0.1):
+        for seed in (1, 2, 3):
+            # The routing is drawn by the seed, so that other seeds are other means.
+            write_run(tmp_path, "gar", seed + round(30 * coefficient), fields={"coefficient": coefficient})
+    write_run(tmp_path, "baseline", 1)
+    results = load(tmp_path)
+    (setting,) = results.settings
+    (scope,) = results.scopes(setting)
+    for axes, name in zip(figures.balance(results).axes, ("purity_above_floor", "nmi"), strict=False):
+        marks = [line for line in axes.lines if line.get_markersize() == 9]
+        for line, variant in zip(marks, results.variants(setting), strict=True):
+            means = [results.values(m, setting, scope, variant).mean() for m in ("effective_experts", name)]
+            np.testing.assert_allclose(np.asarray(line.get_xydata())[0], means)
+        crosses = [line for line in axes.lines if line.get_marker() == "x"]
+        assert [np.size(line.get_xdata()) for line in crosses] == [1, 3, 3]
+        (arrow,) = [text for text in axes.texts if isinstance(text, Annotation)]
+        start, stop = (np.asarray(line.get_xydata())[0] for line in marks[1:])
+        np.testing.assert_allclose(np.array([arrow.xyann, arrow.xy]), np.array([start, stop]))
+        low, high = axes.get_xlim()
+        assert low < 0.8 < high  # all four fields are in sight
+        assert axes.get_ylim()[1] > 0.3
 
 
 def test_bands_are_standard_errors(sweep):

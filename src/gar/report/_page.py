@@ -131,7 +131,7 @@ def _blocks(
     def picture(name: str, *which: str, folded: bool = False) -> Picture:
         kind = name.split("-")[0]
         draw, said = PICTURES[kind]
-        seeds = {"common_seeds": common_seeds} if kind in ("gains", "pareto") else {}
+        seeds = {"common_seeds": common_seeds} if kind == "gains" else {}
         caption = ": ".join([*which, said])
         try:
             return Picture(f"{ident}-{name}", caption, draw(results, setting, *which, **seeds), folded=folded)
@@ -147,6 +147,7 @@ def _blocks(
             paper.endpoints(results, setting, published, "paper-further", "routing metrics", folded=True),
             *tables.task_accuracies(results, setting),
         ],
+        ("balance", "Balanced is not specialised"): [picture("balance", widest)],
         ("gains", "Paired gains"): [
             picture("gains"),
             *(tables.paired(setting, frame, METRICS[name]) for name, frame in compared.items()),
@@ -160,7 +161,6 @@ def _blocks(
             ),
             *tables.seen(results, setting),
         ],
-        ("pareto", "Pareto view"): [picture("pareto", widest)],
         ("sweep", "Coefficient sweep"): [picture("sweep", widest)],
         ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
         ("configuration", "Configuration and versions"): [
@@ -199,10 +199,11 @@ PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
         "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the "
         "task that uses them most. The line in the colour bar is the uniform share.",
     ),
-    "pareto": (
-        figures.pareto,
-        "accuracy against purity, utilization and load variance, means over seeds. Filled marks: no other "
-        "method is as good in all four and better in one.",
+    "balance": (
+        figures.balance,
+        "how many experts are in effect, and how far their gradients and their tokens belong to single "
+        "tasks. Marks: means over seeds, filled with the colour of their accuracy; crosses: seeds; arrows: "
+        "along the coefficient. Purity 0 is what experts with one mix of tasks have.",
     ),
     "sweep": (
         figures.coefficient_sweep,

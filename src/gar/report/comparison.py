@@ -23,7 +23,10 @@ from gar.report._write import markdown_page, write_files
 from gar.report.results import Results
 
 #: The routing metrics of a comparison.
-ROUTING = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "intra_expert_coherence")
+ROUTING = (
+    "load_variance", "utilization", "effective_experts", "gradient_mass_purity", "purity_above_floor", "nmi",
+    "intra_expert_coherence",
+)  # fmt: skip
 NAME = "compare"
 #: Differences of accuracies that are smaller are rounding.
 ROUNDING = 1e-9
@@ -151,7 +154,10 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
             Block("head-verdict", "Verdict", [Said(words.verdicts)]),
             Block("head-recommended", "Recommended model", [Said(words.recommendation)]),
             *([Block("head-collapse", "Experts without work", [Said(dead)])] if dead else []),
-            Block("head-gains", "Paired differences", [_gains(results, setting)]),
+            Block("head-balance", "Balanced is not specialised", [_picture("balance", results, setting)]),
+            Block(
+                "head-gains", "Paired differences", [_picture("gains", results, setting, common_seeds=True)]
+            ),
             Block("head-times", "Time per update", [tables.times(results, setting)]),
             Block(
                 "head-configuration",
@@ -183,12 +189,13 @@ def _experts(results: Results, setting: str, seed: int | None, methods: Sequence
         return Picture("experts", caption, None, str(reason))
 
 
-def _gains(results: Results, setting: str) -> Picture:
-    draw, caption = PICTURES["gains"]
+def _picture(name: str, results: Results, setting: str, **options: bool) -> Picture:
+    draw, caption = PICTURES[name]
+    caption = f"{caption[0].upper()}{caption[1:]}"
     try:
-        return Picture("gains", caption, draw(results, setting, common_seeds=True))
+        return Picture(name, caption, draw(results, setting, **options))
     except figures.NothingToDraw as reason:
-        return Picture("gains", caption, None, str(reason))
+        return Picture(name, caption, None, str(reason))
 
 
 def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str]) -> Table:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gar.errors import UserError, one_of
+from gar.evaluation.findings import BALANCED, INFORMATION
 from gar.metrics import METRICS, OBJECTIVES, Metric
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
@@ -179,35 +181,88 @@ def paired_gains(
     return panels.figure
 
 
-def pareto(
-    results: Results, setting: str | None = None, scope: str | None = None, common_seeds: bool = False
-) -> Figure:
-    """Accuracy against purity, utilization and load variance; filled: dominated by no other method."""
+#: What the quadrants of :func:`balance` are called: from the left, from below.
+QUADRANTS = (
+    ("few experts, mixed", "few experts, specialised"),
+    ("balanced\nbut mixed", "balanced and\nspecialised"),
+)
+
+
+def balance(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
+    """Balanced is not specialised: experts in effect against purity above floor, and against NMI.
+
+    A method's mark is at its mean over seeds, filled with the colour of its accuracy; crosses are its seeds.
+    An arrow leads along the coefficient where a method has several. The dashed lines are where ``gar
+    diagnose`` begins to speak of balance and of specialisation.
+    """
     setting, where = _where(results, setting, scope)
-    table = results.endpoints(common_seeds)
-    table = table[(table["setting"] == setting) & (table["scope"] == where.label) & (table["seeds"] > 0)]
-    table = table.dropna(subset=list(OBJECTIVES.values()))
-    if len(table) < 2:
-        raise NothingToDraw("fewer than two methods with accuracy, purity, utilization and load variance")
-    look = _styles(results, setting)
-    accuracy, *others = (METRICS[name] for name in OBJECTIVES.values())
-    panels = Panels(len(others), 4, 2.9, 2.8, extra=1)
-    for axes, metric in zip(panels.axes, others, strict=True):
-        for row in table.to_dict("records"):
-            style = look[row["variant"]]
-            face = style["color"] if row["pareto"] else "none"
-            (point,) = axes.plot(
-                [row[metric.name]], [accuracy.scale * row[accuracy.name]], marker=style["marker"],
-                markersize=8, linestyle="none", markerfacecolor=face, markeredgecolor=style["color"],
-                markeredgewidth=1.4,
+    across, measures = METRICS["effective_experts"], (METRICS["purity_above_floor"], METRICS["nmi"])
+    names = ["accuracy", across.name, *(metric.name for metric in measures)]
+    found = {
+        variant: table
+        for variant in results.variants(setting)
+        if len(table := results.by_seed(setting, where, variant)[names].dropna())
+    }
+    if not found:
+        raise NothingToDraw("the results hold no loads and gradient norms")
+    look, means = _styles(results, setting), {variant: table.mean() for variant, table in found.items()}
+    accuracies = [100 * mean["accuracy"] for mean in means.values()]
+    color = ScalarMappable(
+        Normalize(min(accuracies), max(max(accuracies), min(accuracies) + 0.01)), "viridis"
+    )
+    panels = Panels(len(measures), 3, 3.9, 3.3, extra=1)
+    for axes, metric in zip(panels.axes, measures, strict=True):
+        every = pd.concat(list(found.values()))
+        low, high = every[metric.name].min(), every[metric.name].max()
+        # All four fields are in sight, and no more of their room than the marks need.
+        left, top = (
+            min(BALANCED - 0.2, every[across.name].min() - 0.05),
+            max(INFORMATION[1] + 0.2, 1.1 * high),
+        )
+        axes.set(xlim=(max(0.0, left), 1.03), ylim=(min(0.0, 1.1 * low) - 0.02, min(1.04, top)))
+        _quadrants(axes, BALANCED, INFORMATION[1])
+        for curve in _curves(results, setting).values():
+            path = [
+                means[variant][[across.name, metric.name]] for variant in curve.values() if variant in means
+            ]
+            for start, stop in pairwise(path):
+                arrow = {"arrowstyle": "->", "color": INK, "linewidth": 0.8, "alpha": 0.6}
+                axes.annotate("", tuple(stop), tuple(start), arrowprops=arrow)
+        for variant, table in found.items():
+            style, own = look[variant], means[variant]
+            (seeds,) = axes.plot(
+                table[across.name], table[metric.name], "x", color=style["color"], markersize=4, alpha=0.6
+            )
+            (mark,) = axes.plot(
+                [own[across.name]], [own[metric.name]], style["marker"], markersize=9, markeredgewidth=1.6,
+                markerfacecolor=color.to_rgba(100 * own["accuracy"]), markeredgecolor=style["color"],
             )  # fmt: skip
-            point.set_gid(f"series:{slug(row['variant'])}:point")
-        axes.margins(0.12)
-        axes.set_xlabel(_heading(metric), fontsize=8)
-        axes.set_ylabel(_heading(accuracy), fontsize=8)
-        axes.locator_params(axis="x", nbins=5)
-    _legend(panels, look, table["variant"], dict(zip(table["variant"], table["pareto"], strict=True)))
+            for number, artist in enumerate((seeds, mark)):
+                artist.set_gid(f"series:{slug(variant)}:{number}")
+        title(axes, "", f"{across.label}, share of all ({across.arrow} better)")
+        axes.set_ylabel(_heading(metric), fontsize=8)
+    bar = panels.figure.colorbar(color, ax=panels.axes[-1], fraction=0.05)
+    dress(bar.ax)
+    bar.ax.grid(visible=False)
+    bar.set_label("accuracy, %", fontsize=8, color=INK)
+    handles = [
+        Line2D([], [], marker=look[v]["marker"], linestyle="none", markersize=7, markerfacecolor="none",
+               markeredgecolor=look[v]["color"]) for v in found
+    ]  # fmt: skip
+    panels.legend(handles, list(found))
     return panels.figure
+
+
+def _quadrants(axes: Axes, across: float, up: float) -> None:
+    """Four named fields, divided at these places."""
+    axes.axvline(across, color=INK, linestyle="--", linewidth=0.8, alpha=0.5)
+    axes.axhline(up, color=INK, linestyle="--", linewidth=0.8, alpha=0.5)
+    for column, names in enumerate(QUADRANTS):
+        for name, high in zip(names, (False, True), strict=True):
+            x, y = (0.98 if column else 0.02), (1.0 if high else up - 0.02)
+            across_of = axes.transAxes if high else axes.get_yaxis_transform()
+            axes.text(x, y, name, transform=across_of, va="top", ha="right" if column else "left", fontsize=7,
+                      style="italic", color=INK, alpha=0.7)  # fmt: skip
 
 
 def coefficient_sweep(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
@@ -395,5 +450,5 @@ def _heading(metric: Metric) -> str:
     return f"{metric.label}{unit}{better}"
 
 
-_ALL = (trajectories, loads, task_expert_heatmap, paired_gains, pareto, coefficient_sweep, step_times)
+_ALL = (balance, trajectories, loads, task_expert_heatmap, paired_gains, coefficient_sweep, step_times)
 FIGURES: dict[str, Callable[..., Figure]] = {function.__name__: function for function in _ALL}
