@@ -244,7 +244,7 @@ def test_every_figure_draws(sweep):
     for name, draw in figures.FIGURES.items():
         if name != "coefficient_sweep":
             assert svg(draw(results), name, name).startswith("<svg")
-    assert len(figures.trajectories(results).axes) == 16  # twelve panels, the legend, three spares
+    assert len(figures.trajectories(results).axes) == 8  # four panels, the legend, three spares
     assert figures.loads(results)._repr_svg_().startswith("<svg")  # type: ignore[attr-defined]
 
 

@@ -68,8 +68,9 @@ class Metric:
     Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words
     what the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the
     paper's tables, ``short`` a heading for narrow tables. ``brief`` ones stand in the table of a single
-    result too; those not ``listed`` are in result.json and the report's CSV alone, those not ``drawn`` in no
-    figure over training. ``recover`` computes the value from the sections of an older result that lacks it.
+    result too; those not ``listed`` are in result.json and the report's CSV alone, those not ``drawn`` have
+    no panel in figures over training unless they are asked for. ``recover`` computes the value from the
+    sections of an older result that lacks it.
     """
 
     name: str
@@ -152,17 +153,17 @@ METRICS: dict[str, Metric] = {
         Metric("load_variance", "load variance", lambda m: load_variance(m.load), better=-1,
                bounds=lambda tasks, experts: (0, (experts - 1) / experts**2), digits=5, paper="lvar",
                short="load var.", brief=True,
-               meaning="0: all experts equal; {high:.5f}: one has everything"),
+               drawn=False, meaning="0: all experts equal; {high:.5f}: one has everything"),
         Metric("utilization", "utilization", lambda m: utilization(m.load), better=1,
                bounds=lambda tasks, experts: (1 / experts, 1), digits=3, paper="util", short="util.",
-               brief=True, meaning="share of the experts with at least half the uniform load"),
+               brief=True, drawn=False, meaning="share of the experts with at least half the uniform load"),
         Metric("effective_experts", "effective experts", lambda m: effective_experts(m.load), better=1,
                bounds=lambda tasks, experts: (1 / experts, 1), digits=3, short="eff. experts", brief=True,
                recover=_from("load", effective_experts),
                meaning="exp of the load's entropy, as a share of the experts"),
         Metric("gradient_mass_purity", "gradient-mass purity", lambda m: gradient_mass_purity(m.norms),
                better=1, bounds=(0, 1), paper="purity", short="purity", brief=True,
-               meaning="largest task's share of an expert's gradient"),
+               drawn=False, meaning="largest task's share of an expert's gradient"),
         Metric("gradient_mass_floor", "gradient-mass floor", lambda m: gradient_mass_floor(m.norms),
                bounds=(0, 1), short="floor", drawn=False,
                recover=_from("gradient_norms", gradient_mass_floor),
@@ -175,7 +176,8 @@ METRICS: dict[str, Metric] = {
                bounds=(-math.inf, 1), brief=True, recover=_from("gradient_norms", purity_above_floor),
                meaning="of live experts; 0: all have the same mix of tasks; 1: one task each"),
         Metric("structure_purity", "structure purity", lambda m: structure_purity(m.counts), bounds=(0, 1),
-               paper="struct_purity", meaning="selections that belong to their expert's largest task"),
+               paper="struct_purity", drawn=False,
+               meaning="selections that belong to their expert's largest task"),
         Metric("structure_purity_floor", "structure floor",
                lambda m: structure_purity_floor(m.counts), bounds=(0, 1), drawn=False,
                recover=_from("counts", structure_purity_floor),
@@ -183,21 +185,21 @@ METRICS: dict[str, Metric] = {
         Metric("nmi", "NMI", lambda m: normalized_mutual_information(m.counts), bounds=(0, 1), paper="nmi",
                brief=True, meaning="0: the expert says nothing about the task"),
         Metric("ari", "ARI", lambda m: adjusted_rand_index(m.counts), bounds=(-0.5, 1), paper="ari",
-               meaning="0: as by chance; 1: tasks and experts coincide"),
+               drawn=False, meaning="0: as by chance; 1: tasks and experts coincide"),
         Metric("entropy", "routing entropy", lambda m: routing_entropy(m.gates), unit="nats",
                bounds=lambda tasks, experts: (0, math.log(experts)), listed=False),
         Metric("normalized_entropy", "normalized entropy", lambda m: routing_entropy(m.gates, normalize=True),
                bounds=(0, 1), paper="norm_routing_entropy", recover=_entropy_share,
-               meaning="of an example's gates; 1: uniform over all experts"),
+               drawn=False, meaning="of an example's gates; 1: uniform over all experts"),
         Metric("intra_expert_coherence", "intra-expert coherence",
                lambda m: intra_expert_coherence(gram=m.by_expert), paper="intra_coherence",
                short="coherence in experts",
                bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1),
-               meaning="cosine of tasks' gradients within an expert"),
+               drawn=False, meaning="cosine of tasks' gradients within an expert"),
         Metric("inter_expert_similarity", "inter-expert similarity",
                lambda m: inter_expert_similarity(gram=m.between), paper="inter_similarity",
                bounds=lambda tasks, experts: (-1 / (experts - 1) if experts > 1 else 0, 1),
-               meaning="cosine of gradients between experts"),
+               drawn=False, meaning="cosine of gradients between experts"),
         Metric("task_cosine", "cosine between tasks", lambda m: task_cosine(gram=m.by_expert),
                bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1), listed=False,
                meaning="of the tasks' gradients in all experts; below 0: conflict"),

@@ -37,22 +37,28 @@ class NothingToDraw(UserError):
     """The runs hold nothing for this figure; the message says why."""
 
 
-def trajectories(results: Results, setting: str | None = None, scope: str | None = None) -> Figure:
+def trajectories(
+    results: Results,
+    setting: str | None = None,
+    scope: str | None = None,
+    metrics: Sequence[str] | None = None,
+) -> Figure:
     """A panel a metric over training: means over seeds, and bands of one standard error of several seeds.
 
-    Mixtures are averaged within a seed first. Only updates at which every seed and mixture of a variant was
-    evaluated are drawn.
+    ``metrics`` are names of listed metrics (default: those of the catalogue that are drawn). Mixtures are
+    averaged within a seed first. Only updates at which every seed and mixture of a variant was evaluated are
+    drawn.
     """
+    known = listed()
+    wanted = [name for name, metric in known.items() if metric.drawn] if metrics is None else list(metrics)
+    if unknown := [name for name in wanted if name not in known]:
+        raise one_of("metric", unknown[0], known)
     setting, where = _where(results, setting, scope)
     lines = {v: _trajectory(results, setting, where, v) for v in results.variants(setting)}
     if not any(len(line) > 1 for line in lines.values()):
         raise NothingToDraw("no evaluations during training; runs with evaluation.every=200 have them")
     lines = {variant: line for variant, line in lines.items() if len(line)}
-    measured = [
-        name
-        for name, metric in listed().items()
-        if metric.drawn and any(line[name].notna().any(axis=None) for line in lines.values())
-    ]
+    measured = [name for name in wanted if any(line[name].notna().any(axis=None) for line in lines.values())]
     look = _styles(results, setting)
     panels = Panels(len(measured), 4, 2.75, 2.2, extra=1)
     for axes, name in zip(panels.axes, measured, strict=True):
