@@ -2,13 +2,16 @@
 
 from gar.observation._grouping import Grouping, mean_over_units
 from gar.observation._reference import per_group_gradients
+from gar.observation._row_sum import GateSum, RowSum
 from gar.observation._site import SiteObservation
 from gar.observation._whole import WholeGradients
 from gar.observation.observe import Observed, observe
 
 __all__ = [
+    "GateSum",
     "Grouping",
     "Observed",
+    "RowSum",
     "SiteObservation",
     "WholeGradients",
     "mean_over_units",

@@ -21,9 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
-from gar.observation._grouping import Grouping
-from gar.observation._site import SiteObservation, layer_of
-from gar.precision import full_precision
+from gar.observation._site import SiteObservation, layer_of, summed_gates
 from gar.routing import Routing
 
 #: What the decorator of transformers puts on an instance.
@@ -238,19 +236,16 @@ class NativeSiteObservation(SiteObservation):
         logits = None if places[2] is None else result[places[2]]
         return self._routing(result[places[0]], result[places[1]], logits)
 
-    def group_probabilities(
+    def group_gates(
         self,
         groups: Tensor,
         count: int | None = None,
         *,
         full_softmax: bool = False,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """``p_m`` [M, E]: mean gates of the group's examples, every row then divided by its sum.
-
-        ``full_softmax`` takes the softmax of the router's logits in the place of the gates, which has a
-        gradient at experts that were not selected too. ``mask`` bool [B, L] says which tokens count, else the
-        observed module's ``attention_mask``. A group without a token has a row of zeros.
+    ) -> tuple[Tensor, Tensor]:
+        """Sums [M, E] of the gates of each group's texts and their numbers [M]; options as of
+        :meth:`group_probabilities`.
         """
         routing = self.detached_routing()
         mask = routing.mask if mask is None else mask.to(routing.gates.device).bool()
@@ -263,15 +258,22 @@ class NativeSiteObservation(SiteObservation):
             if mask.shape != gates.shape[:2]:
                 raise UserError(f"{self.name}: mask must be {list(gates.shape[:2])}, got {list(mask.shape)}")
             gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
-        if groups.dim() == 1:
-            valid = gates.new_full((len(gates), 1), gates.shape[1]) if mask is None else mask.sum(1, True)
-            found = Grouping(groups, count).mean(gates.sum(1) / valid.clamp(min=1))
-        else:
-            if mask is not None:
-                groups = groups.masked_fill(~mask.to(groups.device), -1)
-            found = Grouping(groups.flatten(), count).mean(gates.flatten(0, 1))
-        total = found.sum(-1, keepdim=True)
-        return found / torch.where(total > 0, total, torch.ones_like(total))
+        routing = Routing(routing.logits, gates, routing.selected, mask)
+        return summed_gates(routing, groups, count)
+
+    def probabilities(self, sums: Tensor, sizes: Tensor) -> Tensor:
+        """The rows divided by their sums: dividing by ``sizes`` before would change nothing."""
+        total = sums.sum(-1, keepdim=True)
+        return sums / torch.where(total > 0, total, torch.ones_like(total))
+
+    def group_probabilities(self, groups: Tensor, count: int | None = None, **options: Any) -> Tensor:
+        """``p_m`` [M, E]: mean gates of the group's texts, every row then divided by its sum.
+
+        ``full_softmax=True`` takes the softmax of the router's logits in the place of the gates, which has a
+        gradient at experts that were not selected too. ``mask`` bool [B, L] says which tokens count, else the
+        observed module's ``attention_mask``. A group without a token has a row of zeros.
+        """
+        return self.probabilities(*self.group_gates(groups, count, **options))
 
     def template(self) -> dict[str, torch.Size]:
         return {slot: getattr(self.bank, slot).shape[1:] for slot in native_slots(self.bank)}
@@ -299,7 +301,8 @@ class NativeSiteObservation(SiteObservation):
     def _pause(self, paused: bool) -> None:
         self._seen.paused[0] = paused
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
         device: torch.device = getattr(self.bank, native_slots(self.bank)[0]).device
         return device
 
@@ -324,23 +327,24 @@ class NativeSiteObservation(SiteObservation):
             selected = selected & mask.unsqueeze(-1)
         return Routing(rows.reshape(*shape[:2], rows.shape[-1]), gates, selected, mask)
 
-    def _factors(self) -> tuple[dict[str, Factors], tuple[int, int]]:
+    def extent(self) -> tuple[int, int]:
+        self._seen.require_backward()
+        return self._shape()
+
+    def _factors(self) -> dict[str, Factors]:
         seen = self._seen
         seen.require_backward()
         assert seen.x is not None
         assert seen.index is not None
         assert seen.weights is not None
         assert seen.delta is not None
-        with full_precision(seen.x.device):
+        with self.full_precision():
             found = _recomputed(self.bank, seen.effective, seen.x, seen.index, seen.weights, seen.delta)
-        rows, tokens = self._shape()
-        shaped = {
-            slot: Factors(
-                left.reshape(rows, tokens, -1), None if right is None else right.reshape(rows, tokens, -1)
-            )
+        shape = (*self._shape(), -1)
+        return {
+            slot: Factors(left.reshape(shape), None if right is None else right.reshape(shape))
             for slot, (left, right) in found.items()
         }
-        return shaped, (rows, tokens)
 
 
 def _recomputed(
