@@ -443,7 +443,7 @@ def refuse_auxiliary_loss(modules: Sequence[nn.Module], keywords: dict[str, Any]
                 raise UserError(
                     f"output_router_logits adds the built-in auxiliary loss (router_aux_loss_coef "
                     f"{coefficient}), which reaches earlier experts and is no part of a group's loss; set "
-                    "output_router_logits=False and add a balance loss of site.detached_routing()"
+                    "output_router_logits=False and add site.balance_loss(), one a layer"
                 )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts
 from gar.objective import accurate
+from gar.observation._balance import balance_loss
 from gar.observation._grouping import Grouping
 from gar.observation._record import Record
 from gar.precision import full_precision
@@ -76,6 +79,20 @@ class SiteObservation:
         ``groups`` as in :meth:`group_gradients`; ``count`` is M where the last groups may be empty.
         """
         return self.probabilities(*self.group_gates(groups, count))
+
+    def balance_loss(self, mask: Tensor | None = None) -> Tensor:
+        """This layer's :func:`balance_loss`, with a gradient in the router alone.
+
+        ``mask`` bool, of the units' shape, says which of the valid units count.
+        """
+        routing = self.detached_routing()
+        if mask is not None:
+            units = routing.gates.shape[:-1]
+            if mask.shape != units:
+                raise UserError(f"{self.name}: mask must be {list(units)}, got {list(mask.shape)}")
+            mask = mask.to(routing.gates.device).bool()
+            routing = replace(routing, mask=mask if routing.mask is None else mask & routing.mask)
+        return balance_loss(routing)
 
     def group_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
