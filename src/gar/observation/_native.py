@@ -9,36 +9,28 @@ recomputed, so that no implementation has to be known. Nothing is imported from 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
+from gar.observation._native_factors import recomputed
+from gar.observation._native_layout import (
+    ROUTERS,
+    SUPPORTED,
+    Layer,
+    native_slots,
+    template_parameters,
+)
+from gar.observation._native_lora import Adapter
 from gar.observation._site import SiteObservation, layer_of, summed_gates
 from gar.routing import Routing
-
-#: What the decorator of transformers puts on an instance.
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-SUPPORTED = "supported are layers of transformers' experts interface with a sibling `gate` or `router`"
-ROUTERS = ("gate", "router")
-
-
-def is_native(module: nn.Module) -> bool:
-    """Whether a module has the experts interface of transformers."""
-    return all(hasattr(module, flag) for flag in FLAGS)
-
-
-def native_slots(experts: nn.Module) -> tuple[str, ...]:
-    """The names of an expert's parameters in the order of the template."""
-    up: str = "gate_up_proj" if experts.has_gate else "up_proj"
-    return (up, f"{up}_bias", "down_proj", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
 
 @dataclass
@@ -57,10 +49,8 @@ class _Routed:
 class NativeRecord:
     """Captures of one experts module during one ``observe`` block."""
 
-    name: str
-    experts: nn.Module
+    layer: Layer
     router: nn.Module
-    block: nn.Module
     factors: bool
     paused: list[bool]
     masks: list[Tensor]
@@ -73,6 +63,8 @@ class NativeRecord:
     logits: Tensor | None = None
     delta: Tensor | None = None
     output: Tensor | None = None
+    #: The adapters that took part in the forward, and all weights without one.
+    adapters: dict[str, Adapter] = field(default_factory=dict)
     effective: dict[str, Tensor] = field(default_factory=dict)
     forwards: int = 0
     backwards: int = 0
@@ -81,9 +73,9 @@ class NativeRecord:
 
     def hooks(self) -> Iterator[RemovableHandle]:
         """Register the hooks; the caller removes them."""
-        yield self.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
+        yield self.layer.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
         yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
-        yield self.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
+        yield self.layer.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
 
     def _skipped(self) -> bool:
         """No gradients, or the second forward of a checkpoint whose first one is recorded."""
@@ -114,8 +106,9 @@ class NativeRecord:
         x, index, weights = (*args, *kwargs.values())[:3]
         self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
         self._place_routing(index, weights)
-        # A parametrisation may live only as long as the forward.
-        self.effective = {slot: getattr(module, slot).detach() for slot in native_slots(module)}
+        self.adapters = self.layer.adapters()
+        slots = [slot for slot in native_slots(module) if slot not in self.adapters]
+        self.effective = {slot: getattr(module, slot).detach() for slot in slots}
         self.output = output
         if self.factors:
             output.register_hook(self._store_delta)
@@ -129,7 +122,7 @@ class NativeRecord:
             "index": _place(result, lambda t: t.shape == index.shape and torch.equal(t, index)),
             "weights": _place(result, lambda t: t.is_floating_point() and _same(t, weights), first=weights),
         }
-        count = self.experts.num_experts
+        count = self.layer.experts.num_experts
         logits = _place(
             result,
             lambda t: t.is_floating_point() and t.shape[-1] == count,
@@ -147,12 +140,13 @@ class NativeRecord:
     def require_forward(self) -> None:
         if self.forwards > 1:
             raise RuntimeError(
-                f"{self.name} ran {self.forwards} forwards inside one observe block; observe one at a time "
-                "(experts shared between layers have no single observation)"
+                f"{self.layer.name} ran {self.forwards} forwards inside one observe block; observe one at a "
+                "time (experts shared between layers have no single observation)"
             )
         if self.x is None:
             raise RuntimeError(
-                f"{self.name}: nothing was observed: no forward with gradients ran inside the observe block"
+                f"{self.layer.name}: nothing was observed: no forward with gradients ran inside the observe "
+                "block"
             )
 
     def require_backward(self) -> None:
@@ -161,7 +155,7 @@ class NativeRecord:
             raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
         if self.backwards != 1:
             raise RuntimeError(
-                f"{self.backwards} backward passes reached {self.name} inside the observe block; group "
+                f"{self.backwards} backward passes reached {self.layer.name} inside the observe block; group "
                 "gradients need exactly one"
             )
 
@@ -179,22 +173,14 @@ class NativeSiteObservation(SiteObservation):
     ``group_probabilities`` normalises the rows: gates of some families do not sum to 1.
     """
 
-    def __init__(
-        self,
-        experts: nn.Module,
-        paused: list[bool],
-        gradients: bool,
-        name: str,
-        block: nn.Module,
-        masks: list[Tensor],
-    ) -> None:
-        self.bank: Any = experts
-        self.name, self.layer = name, layer_of(name)
-        router = next(getattr(block, r) for r in ROUTERS if hasattr(block, r))
-        self._seen = NativeRecord(name, experts, router, block, gradients, paused, masks)
+    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, masks: list[Tensor]) -> None:
+        self.bank: Any = layer.bank
+        self.name, self.layer = layer.name, layer_of(layer.name)
+        router = next(getattr(layer.block, r) for r in ROUTERS if hasattr(layer.block, r))
+        self._seen = NativeRecord(layer, router, gradients, paused, masks)
 
     def __repr__(self) -> str:
-        return f"SiteObservation({self.name!r}, {type(self.bank).__name__}, recomputed)"
+        return f"SiteObservation({self.name!r}, {type(self._seen.layer.experts).__name__}, recomputed)"
 
     @property
     def routing(self) -> Routing:
@@ -276,7 +262,10 @@ class NativeSiteObservation(SiteObservation):
         return self.probabilities(*self.group_gates(groups, count, **options))
 
     def template(self) -> dict[str, torch.Size]:
-        return {slot: getattr(self.bank, slot).shape[1:] for slot in native_slots(self.bank)}
+        seen = self._seen
+        adapters = seen.layer.adapters() if seen.x is None else seen.adapters
+        found = template_parameters(seen.layer.experts, adapters)
+        return {slot: own(parameter.to("meta")).shape for slot, (parameter, own) in found.items()}
 
     def pending(self) -> None:
         """Routers of transformers are never observed apart."""
@@ -303,7 +292,8 @@ class NativeSiteObservation(SiteObservation):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = getattr(self.bank, native_slots(self.bank)[0]).device
+        experts = self._seen.layer.experts
+        device: torch.device = getattr(experts, native_slots(experts)[0]).device
         return device
 
     def _shape(self) -> tuple[int, int]:
@@ -313,7 +303,7 @@ class NativeSiteObservation(SiteObservation):
         return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
 
     def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
-        units, count = len(index), self.bank.num_experts
+        units, count = len(index), self._seen.layer.experts.num_experts
         weights = accurate(weights)
         gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
         selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True)
@@ -338,124 +328,21 @@ class NativeSiteObservation(SiteObservation):
         assert seen.index is not None
         assert seen.weights is not None
         assert seen.delta is not None
+        experts, weight = seen.layer.experts, dict(seen.effective)
+        for slot in seen.adapters:  # parametrised only as long as the forward, which is over
+            weight[slot] = getattr(experts, slot).detach()
         with self.full_precision():
-            found = _recomputed(self.bank, seen.effective, seen.x, seen.index, seen.weights, seen.delta)
-        shape = (*self._shape(), -1)
-        return {
-            slot: Factors(left.reshape(shape), None if right is None else right.reshape(shape))
-            for slot, (left, right) in found.items()
-        }
+            found = recomputed(experts, weight, seen.adapters, seen.x, seen.index, seen.weights, seen.delta)
+        rows, _ = self._shape()
+        return {slot: _by_rows(found[slot], rows) for slot in self.template()}
 
 
-def _recomputed(
-    experts: nn.Module, weight: dict[str, Tensor], x: Tensor, index: Tensor, gates: Tensor, delta: Tensor
-) -> dict[str, Factors]:
-    """Factors [T, ...] of the template's slots; what a token brings to its experts is summed over them first.
-
-    With ``h = act(W x)`` and the output ``sum_k w_k V h_k``: ``dV = delta (sum_k w_k h_k)^T`` and
-    ``dW = (sum_k dpre_k) x^T``, because the sum over experts is one template.
-    """
-    up, *_ = slots = native_slots(experts)
-    down = "down_proj"
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight[up].dtype), torch.float32)
-    x, gates, delta = x.to(wide), gates.to(wide), delta.to(wide)
-    transposed = experts.is_transposed
-    activate: Any = experts._apply_gate if experts.has_gate else experts.act_fn
-    width = weight[up].shape[2 if transposed else 1]
-    inner = weight[down].shape[1 if transposed else 2]
-    before, hidden, total = x.new_zeros(len(x), width), x.new_zeros(len(x), inner), x.new_zeros(len(x), 1)
-    for e in index.unique().tolist():
-        token, place = torch.where(index == e)
-        gate = gates[token, place].unsqueeze(1)
-        into, out = weight[up][e].to(wide), weight[down][e].to(wide)
-        pre = x[token] @ (into if transposed else into.T)
-        if experts.has_bias:
-            pre = pre + weight[f"{up}_bias"][e].to(wide)
-        with torch.enable_grad():
-            pre.requires_grad_()
-            h = activate(pre)
-        behind = (gate * delta[token]) @ (out.T if transposed else out)
-        (grad,) = torch.autograd.grad(h, pre, behind)
-        before.index_add_(0, token, grad)
-        hidden.index_add_(0, token, gate * h.detach())
-        total.index_add_(0, token, gate)
-    found = {
-        up: Factors(x, before) if transposed else Factors(before, x),
-        f"{up}_bias": Factors(before, None),
-        down: Factors(hidden, delta) if transposed else Factors(delta, hidden),
-        f"{down}_bias": Factors(total * delta, None),
-    }
-    return {slot: found[slot] for slot in slots}
-
-
-def native_banks(module: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
-    """Experts modules of transformers inside a module, with their path and the block around; or a refusal."""
-    found: dict[nn.Module, tuple[str, nn.Module]] = {}
-    inside = dict(module.named_modules())
-    for name, inner in inside.items():
-        if is_native(inner):
-            block = inside.get(name.rpartition(".")[0])
-            refuse(name, inner, block)
-            assert block is not None
-            found[inner] = (name, block)
-        elif _is_foreign(name, inner):
-            raise UserError(
-                f"{name or 'the module'} ({type(inner).__name__}) has experts of a layout of its own; "
-                f"{SUPPORTED}"
-            )
-    return found
-
-
-def refuse(name: str, experts: nn.Module, block: nn.Module | None) -> None:
-    """Raise, with the reason, for a layer that cannot be observed."""
-    kind = f"{name or 'the module'} ({type(experts).__name__})"
-    if getattr(experts, "_is_expert_parallel", False):
-        raise UserError(
-            f"{kind} is expert parallel: a rank sees only its own experts; supported are experts that every "
-            "rank has (load the model without expert parallelism)"
-        )
-    if block is not None and hasattr(block, "base_layer"):
-        raise UserError(
-            f"{kind} is inside an adapter (PEFT's target_parameters); supported are adapters "
-            "beside the experts"
-        )
-    if parametrize.is_parametrized(experts):
-        raise UserError(f"{kind} has parametrised weights; supported are plain parameters")
-    if getattr(experts, "has_post_expert_norm", False):  # older releases of transformers have no such flag
-        raise UserError(f"{kind} has a norm behind every expert; supported are experts without")
-    missing = [s for s in native_slots(experts) if not isinstance(getattr(experts, s, None), nn.Parameter)]
-    if missing:
-        raise UserError(f"{kind} has no parameter {missing[0]}; supported are stacked experts [E, ...]")
-    if block is None or not any(isinstance(getattr(block, r, None), nn.Module) for r in ROUTERS):
-        raise UserError(f"{kind} has no router beside it; {SUPPORTED}; observe the model, not a part of it")
-
-
-def refuse_auxiliary_loss(modules: Sequence[nn.Module], keywords: dict[str, Any] | None = None) -> None:
-    """Raise if transformers' own balance loss is in the loss: a later layer's reaches earlier experts."""
-    for module in modules:
-        for inner in module.modules():
-            config = getattr(inner, "config", None)
-            config = getattr(config, "text_config", None) or config
-            coefficient = getattr(inner, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
-            asked = (keywords or {}).get("output_router_logits")
-            on = getattr(config, "output_router_logits", False) if asked is None else asked
-            if coefficient and on:
-                raise UserError(
-                    f"output_router_logits adds the built-in auxiliary loss (router_aux_loss_coef "
-                    f"{coefficient}), which reaches earlier experts and is no part of a group's loss; set "
-                    "output_router_logits=False and add site.balance_loss(), one a layer"
-                )
-
-
-def _is_foreign(name: str, module: nn.Module) -> bool:
-    """Whether a module of transformers routes to experts that are not of the experts interface."""
-    inner = getattr(module, "experts", None)
-    return (
-        type(module).__module__.startswith("transformers.")
-        and isinstance(inner, nn.Module)
-        and not is_native(inner)
-        and not hasattr(inner, "base_layer")
-        and any(hasattr(module, router) for router in ROUTERS)
+def _by_rows(factors: Factors, rows: int) -> Factors:
+    """Factors of tokens, [T, ...] or [T, k, ...], as [rows, terms, ...]."""
+    left, right = factors
+    return Factors(
+        left.reshape(rows, -1, left.shape[-1]),
+        None if right is None else right.reshape(rows, -1, right.shape[-1]),
     )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gar.nn import RoutedExperts
 from gar.observation._grouping import Grouping
-from gar.observation._native import NativeSiteObservation, native_banks, refuse_auxiliary_loss
+from gar.observation._native import NativeSiteObservation
+from gar.observation._native_layout import native_banks, refuse_auxiliary_loss
 from gar.observation._site import SLICE_BYTES, SiteObservation
 
 
@@ -78,8 +79,7 @@ def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = Fa
             if isinstance(inner, RoutedExperts):
                 sites[inner] = SiteObservation(inner, paused, gradients, router_apart, name)
             elif inner in native:
-                block = native[inner][1]
-                sites[inner] = NativeSiteObservation(inner, paused, gradients, name, block, masks)
+                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, masks)
     if not sites:
         raise ValueError(
             "observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, … or an MoE layer of transformers) "
