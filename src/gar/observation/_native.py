@@ -9,18 +9,18 @@ recomputed, so that no implementation has to be known. Nothing is imported from 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
-from gar.observation._native_factors import recomputed
+from gar.observation._native_factors import read, recomputed
 from gar.observation._native_layout import (
     ROUTERS,
     SUPPORTED,
@@ -29,6 +29,8 @@ from gar.observation._native_layout import (
     template_parameters,
 )
 from gar.observation._native_lora import Adapter
+from gar.observation._native_order import Replaced, known, places, saves_elsewhere
+from gar.observation._record import Handle
 from gar.observation._site import SiteObservation, layer_of, summed_gates
 from gar.routing import Routing
 
@@ -66,13 +68,27 @@ class NativeRecord:
     #: The adapters that took part in the forward, and all weights without one.
     adapters: dict[str, Adapter] = field(default_factory=dict)
     effective: dict[str, Tensor] = field(default_factory=dict)
+    #: The implementation, while the experts run and if its order of pairs is known, and the calls of the
+    #: activation with its result.
+    order: str | None = None
+    activations: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    #: ``sum_k w_k h_k`` [T, F] and ``sum_k dpre_k`` [T, ...], where they were read.
+    hidden: Tensor | None = None
+    before: Tensor | None = None
     forwards: int = 0
     backwards: int = 0
     #: Whether the router is called by us.
     again: bool = False
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
+        experts = self.layer.experts
+        if self.factors:
+            yield experts.register_forward_pre_hook(self._before_experts)
+            if experts.has_gate:
+                yield Replaced(experts, "_apply_gate", partial(self._gate, experts._apply_gate))
+            elif isinstance(experts.act_fn, nn.Module):
+                yield experts.act_fn.register_forward_hook(self._activation_hook)
         yield self.layer.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
         yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
         yield self.layer.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
@@ -96,9 +112,29 @@ class NativeRecord:
             self.routed = _Routed(*arguments, kind, state)
             self.result = result
 
+    def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.activations.clear()
+        self.order = None
+        if not (self._skipped() or in_backward() or saves_elsewhere() or self.layer.adapters()):
+            self.order = known(module)
+
+    def _gate(self, apply: Callable[[Tensor], Tensor], before: Tensor) -> Tensor:
+        hidden: Tensor = apply(before)
+        self._activated(before, hidden)
+        return hidden
+
+    def _activation_hook(self, module: nn.Module, args: tuple[Tensor, ...], hidden: Tensor) -> None:
+        self._activated(args[0], hidden)
+
+    def _activated(self, before: Tensor, hidden: Tensor) -> None:
+        if self.order is not None:
+            self.activations.append((before, hidden, before._version))
+
     def _experts_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
+        order, self.order = self.order, None
+        activations, self.activations = self.activations, []
         if self._skipped() or not output.requires_grad:
             return
         self.forwards += 1
@@ -112,6 +148,32 @@ class NativeRecord:
         self.output = output
         if self.factors:
             output.register_hook(self._store_delta)
+            if order is not None and len(activations) == 1:
+                self._read(order, *activations[0])
+
+    def _read(self, order: str, before: Tensor, hidden: Tensor, version: int) -> None:
+        """Take the activation's result, and later its input's gradient, summed over each token's experts."""
+        assert self.index is not None
+        assert self.weights is not None
+        units, k = self.index.shape
+        whole = len(before) == len(hidden) == units * k and before._version == version
+        if not (whole and before.requires_grad):
+            return
+        place = places(order, self.index)
+
+        def by_token(pairs: Tensor) -> Tensor:
+            pairs = pairs if place is None else pairs[place]
+            return pairs.view(units, k, -1)
+
+        def store(grad: Tensor) -> None:
+            if not self.paused[0]:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                self.before = by_token(grad.detach()).sum(1, dtype=wide)
+
+        with torch.no_grad(), torch.autocast(before.device.type, enabled=False):
+            h = accurate(by_token(hidden.detach()))
+            self.hidden = (self.weights.to(h).unsqueeze(1) @ h).squeeze(1)
+        before.register_hook(store)
 
     def _place_routing(self, index: Tensor, weights: Tensor) -> None:
         """Find what the experts were called with in the router's result."""
@@ -162,8 +224,15 @@ class NativeRecord:
     def release(self) -> None:
         self.output, self.result = None, ()
 
+    @property
+    def intercepted(self) -> bool:
+        """Whether the activation is read; before a forward, whether it would be."""
+        if self.x is None:
+            return self.factors and not self.layer.adapters() and known(self.layer.experts) is not None
+        return self.hidden is not None
+
     def forget_factors(self) -> None:
-        self.delta = None
+        self.delta = self.hidden = self.before = None
         self.effective = {}
 
 
@@ -180,7 +249,8 @@ class NativeSiteObservation(SiteObservation):
         self._seen = NativeRecord(layer, router, gradients, paused, masks)
 
     def __repr__(self) -> str:
-        return f"SiteObservation({self.name!r}, {type(self._seen.layer.experts).__name__}, recomputed)"
+        how = "intercepted" if self._seen.intercepted else "recomputed"
+        return f"SiteObservation({self.name!r}, {type(self._seen.layer.experts).__name__}, {how})"
 
     @property
     def routing(self) -> Routing:
@@ -278,7 +348,7 @@ class NativeSiteObservation(SiteObservation):
             (grad,) = torch.autograd.grad(loss, self._seen.output, retain_graph=True)
         return grad
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         return self._seen.hooks()
 
     def release(self) -> None:
@@ -328,11 +398,17 @@ class NativeSiteObservation(SiteObservation):
         assert seen.index is not None
         assert seen.weights is not None
         assert seen.delta is not None
+        if seen.hidden is not None and seen.before is not None:
+            arguments = seen.x, seen.weights, seen.hidden, seen.before, seen.delta
+            return self._shaped(read(seen.layer.experts, *arguments))
         experts, weight = seen.layer.experts, dict(seen.effective)
         for slot in seen.adapters:  # parametrised only as long as the forward, which is over
             weight[slot] = getattr(experts, slot).detach()
         with self.full_precision():
             found = recomputed(experts, weight, seen.adapters, seen.x, seen.index, seen.weights, seen.delta)
+        return self._shaped(found)
+
+    def _shaped(self, found: dict[str, Factors]) -> dict[str, Factors]:
         rows, _ = self._shape()
         return {slot: _by_rows(found[slot], rows) for slot in self.template()}
 

@@ -114,3 +114,20 @@ def recomputed(
     if experts.has_bias:
         found |= {f"{up}_bias": Factors(first.sum, None), f"{down}_bias": Factors(total * delta, None)}
     return found
+
+
+def read(
+    experts: Any, x: Tensor, gates: Tensor, hidden: Tensor, before: Tensor, delta: Tensor
+) -> dict[str, Factors]:
+    """The same without adapters, of ``hidden`` and ``before`` that were read: sums over a token's experts."""
+    up, *_ = native_slots(experts)
+    found = {up: (before, x), "down_proj": (delta, hidden)}
+    wide = torch.promote_types(torch.promote_types(x.dtype, before.dtype), hidden.dtype)
+    factors = {
+        slot: Factors(*(t.to(wide) for t in (pair[::-1] if experts.is_transposed else pair)))
+        for slot, pair in found.items()
+    }
+    if experts.has_bias:
+        delta = gates.to(wide).sum(1, keepdim=True) * delta.to(wide)
+        factors |= {f"{up}_bias": Factors(before.to(wide), None), "down_proj_bias": Factors(delta, None)}
+    return factors

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts
 from gar.objective import accurate
 from gar.observation._balance import balance_loss
 from gar.observation._grouping import Grouping
-from gar.observation._record import Record
+from gar.observation._record import Handle, Record
 from gar.precision import full_precision
 from gar.routing import Routing
 
@@ -147,7 +146,7 @@ class SiteObservation:
         finally:
             self._pause(False)
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         return self._record.hooks()
 
     def release(self) -> None:

@@ -17,6 +17,7 @@ from gar.nn import RoutedExperts
 from gar.observation._grouping import Grouping
 from gar.observation._native import NativeSiteObservation
 from gar.observation._native_layout import native_banks, refuse_auxiliary_loss
+from gar.observation._record import Handle
 from gar.observation._site import SLICE_BYTES, SiteObservation
 
 
@@ -86,18 +87,21 @@ def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = Fa
             "inside the given modules"
         )
     observed = Observed(list(sites.values()))
-    handles = [handle for site in observed.sites for handle in site.hooks()]
-    if any(isinstance(site, NativeSiteObservation) for site in observed.sites):
+    theirs = any(isinstance(site, NativeSiteObservation) for site in observed.sites)
 
-        def called(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-            if gradients:
-                refuse_auxiliary_loss([module], keywords)
-            mask = keywords.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                masks[:] = [mask.detach()]
+    def called(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        if gradients:
+            refuse_auxiliary_loss([module], keywords)
+        mask = keywords.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            masks[:] = [mask.detach()]
 
-        handles += [module.register_forward_pre_hook(called, with_kwargs=True) for module in modules]
+    handles: list[Handle] = []
     try:
+        for site in observed.sites:
+            handles.extend(site.hooks())
+        if theirs:
+            handles.extend(m.register_forward_pre_hook(called, with_kwargs=True) for m in modules)
         yield observed
     finally:
         for handle in handles:
