@@ -376,7 +376,8 @@ class NativeSiteObservation(SiteObservation):
         units, count = len(index), self._seen.layer.experts.num_experts
         weights = accurate(weights)
         gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
-        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True)
+        # A choice without a gate is none: Zaya skips a token so.
+        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True) & (gates != 0)
         shape = (*self._shape(), -1)
         rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
         mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
