@@ -12,7 +12,7 @@ from torch.nn import functional
 import gar
 from gar.observation import Observed
 from support.tiny import relative_error
-from support.tiny_moe import FAMILIES, tiny_moe
+from support.tiny_moe import FAMILIES, MORE, tiny_moe
 
 GROUPS = torch.tensor([2, 0, 1, 0, -1, 2])
 #: Powers of two: norms and softmaxes inside of these models are float32, and scale exactly with these alone.
@@ -20,7 +20,7 @@ WEIGHT = torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64)
 COUNT = 3
 WAYS = ["plain", "checkpoint", "reentrant", "frozen", "autocast", "bfloat16", "lora"]
 #: Some eager families round to float32 inside, at the token's gates.
-ROUNDED = {"nemotron_h": 1e-6}
+ROUNDED = {"nemotron_h": 1e-6, "beam": 1e-6}
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -94,3 +94,22 @@ def test_group_gradients_are_those_of_separate_backwards(family: str, implementa
         assert relative_error(rows, expected) < (5e-2 if half else exact)
         gram = site.group_gram(GROUPS, WEIGHT, max_bytes=300)
         assert relative_error(gram, rows @ rows.T) < 1e-5
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", MORE)
+def test_more_families(family: str, implementation: str) -> None:
+    """Rows, the gates of the router called again, and that probabilities reach a parameter of the router."""
+    model = prepared(family, implementation, "plain")
+    observed, slow = see(model, "plain", True)
+    exact = ROUNDED.get(family, 1e-12) if implementation != "grouped_mm" else 1e-5
+    assert observed.sites
+    for site, expected in zip(observed.sites, slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), expected) < exact
+        assert relative_error(site.detached_routing().gates.detach(), site.routing.gates) < 1e-6
+        model.zero_grad()
+        site.group_probabilities(GROUPS, COUNT)[:, 0].square().sum().backward()
+        reached = [n for n, p in model.named_parameters() if p.grad is not None and float(p.grad.norm()) > 0]
+        assert reached
+        assert all("gate" in name or "router" in name for name in reached), reached
