@@ -48,8 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
     },
 }  # fmt: skip
-if not hasattr(modeling_aria, "use_experts_implementation"):
-    del FAMILIES["aria_text"]  # a layout of its own in older releases
+_OLDER = not hasattr(modeling_aria, "use_experts_implementation")
+if _OLDER:
+    del FAMILIES["aria_text"]  # a layout of its own there
+#: Jamba's router is a plain linear layer there, and the others name their layers differently.
+_ONLY_NEW = {"axk2", "deepseek_v32", "glm_moe_dsa", "jamba"}
 
 #: What a configuration may need beside the sizes, in one of the names that families have for it.
 _ANY: dict[str, Any] = {
@@ -73,7 +76,7 @@ MORE = [
         "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum",
         "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "qwen3_5_moe_text", "solar_open",
     )
-    if family in transformers.CONFIG_MAPPING
+    if family in transformers.CONFIG_MAPPING and not (_OLDER and family in _ONLY_NEW)
 ]  # fmt: skip
 
 
