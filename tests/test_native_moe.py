@@ -324,6 +324,15 @@ def test_what_does_not_fit_is_refused_with_its_reason() -> None:
     experts._is_expert_parallel, experts.has_post_expert_norm = False, True
     assert "norm behind every expert" in refused(model)
     experts.has_post_expert_norm = False
+    experts._is_hooked = True
+    assert "tensor parallel" in refused(model)
+    experts._is_hooked = False
+    kept = experts.down_proj
+    experts.down_proj = nn.Parameter(kept.to(torch.float8_e4m3fn), requires_grad=False)
+    assert "quantised weights (down_proj is float8_e4m3fn)" in refused(model)
+    experts.down_proj = nn.Parameter(kept.to("meta"))
+    assert "down_proj is offloaded" in refused(model)
+    experts.down_proj = kept
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     assert "parametrised" in refused(model)
 
@@ -344,6 +353,8 @@ def test_adapters_around_the_experts_are_refused() -> None:
 
 
 def foreign_moe(family: str) -> nn.Module:
+    if family == "longcat_flash":
+        return tiny_moe(family)
     if family == "switch":
         config = transformers.SwitchTransformersConfig(
             vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, num_experts=2,
@@ -358,7 +369,7 @@ def foreign_moe(family: str) -> nn.Module:
     return transformers.Llama4ForCausalLM(text)
 
 
-@pytest.mark.parametrize("family", ["switch", "llama4"])
+@pytest.mark.parametrize("family", ["switch", "llama4", "longcat_flash"])
 def test_a_layout_outside_of_the_interface_is_refused(family: str) -> None:
     with (
         pytest.raises(gar.UserError, match="layout of its own; supported are"),

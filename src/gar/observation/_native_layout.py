@@ -115,6 +115,11 @@ def refuse(layer: Layer) -> None:
             f"{kind} is expert parallel: a rank sees only its own experts; supported are experts that every "
             "rank has (load the model without expert parallelism)"
         )
+    if getattr(experts, "_is_hooked", False):
+        raise UserError(
+            f"{kind} is tensor parallel: a rank sees only parts of its experts; supported are experts that "
+            "every rank has (load the model without a plan for its experts)"
+        )
     if parametrize.is_parametrized(experts):
         raise UserError(f"{kind} has parametrised weights; supported are plain parameters")
     if getattr(experts, "has_post_expert_norm", False):  # older releases of transformers have no such flag
@@ -122,6 +127,15 @@ def refuse(layer: Layer) -> None:
     missing = [s for s in native_slots(experts) if not isinstance(getattr(experts, s, None), nn.Parameter)]
     if missing:
         raise UserError(f"{kind} has no parameter {missing[0]}; supported are stacked experts [E, ...]")
+    for slot in native_slots(experts):
+        weight, dtype = getattr(experts, slot), str(getattr(experts, slot).dtype).removeprefix("torch.")
+        if dtype not in ("float16", "bfloat16", "float32", "float64"):
+            raise UserError(
+                f"{kind} has quantised weights ({slot} is {dtype}); supported are float16, bfloat16, float32 "
+                "and float64 (load the model dequantised)"
+            )
+        if weight.is_meta:
+            raise UserError(f"{kind} has no weights here ({slot} is offloaded); supported are loaded experts")
     if not any(isinstance(getattr(block, router, None), nn.Module) for router in ROUTERS):
         raise UserError(f"{kind} has no router beside it; {SUPPORTED}; observe the model, not a part of it")
     adapters = layer.adapters()

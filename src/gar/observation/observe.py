@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gar.errors import UserError
 from gar.nn import RoutedExperts
 from gar.observation._grouping import Grouping
 from gar.observation._native import NativeSiteObservation
@@ -82,7 +83,7 @@ def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = Fa
             elif inner in native:
                 sites[inner] = NativeSiteObservation(native[inner], paused, gradients, masks)
     if not sites:
-        raise ValueError(
+        raise UserError(
             "observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, … or an MoE layer of transformers) "
             "inside the given modules"
         )
