@@ -158,6 +158,24 @@ def by_loops(site: SiteObservation, groups: Tensor, mask: Tensor) -> Tensor:
     return expected
 
 
+def test_what_is_kept_takes_the_less_memory() -> None:
+    """Rows of ours are short here: they take the place of captures once these are larger."""
+    groups = torch.tensor(GROUPS["spread"])
+    made = Ours()
+    (slow,) = separate(made, groups)
+    total, sizes = RowSum(COUNT), []
+    for observed, numbers in micro_batches(made, [1] * TEXTS, groups):
+        total.add(observed.site, numbers, WEIGHT)
+        kept = [t for part in total._parts for t in part.site.captures()]
+        sizes.append(sum(t.numel() * t.element_size() for t in kept))
+    rows = COUNT * slow.shape[1] * 8
+    assert max(sizes) <= rows
+    assert sizes[0] > 0
+    assert sizes[-1] == 0
+    close(total.rows, slow)
+    close(total.gram(max_bytes=300), slow @ slow.T)
+
+
 def test_rows_may_be_held_in_half_precision() -> None:
     groups = torch.tensor(GROUPS["spread"])
     made = Ours()

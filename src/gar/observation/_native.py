@@ -351,6 +351,11 @@ class NativeSiteObservation(SiteObservation):
     def hooks(self) -> Iterator[Handle]:
         return self._seen.hooks()
 
+    def captures(self) -> list[Tensor]:
+        seen = self._seen
+        kept = (seen.x, seen.delta, seen.hidden, seen.before)
+        return [tensor for tensor in kept if tensor is not None]
+
     def release(self) -> None:
         self._seen.release()
 

@@ -32,10 +32,11 @@ class RowSum:
     A group may be whole in one micro-batch or spread over several. The backward of each micro-batch must have
     been of ``sum_m group_weight[m] * part_m``, with parts that add up to the group's mean loss ``l_m``.
 
-    With neither ``dtype`` nor ``device`` only the sites' captures are kept (the experts' inputs and output
-    gradients), and rows are made of them slice by slice when they are asked for: before the optimizer's step,
-    and before :meth:`SiteObservation.forget_factors`. With one of both the rows themselves are held, in
-    ``dtype`` (else float32 or wider) on ``device`` (else the experts'); captures may go after :meth:`add`.
+    With neither ``dtype`` nor ``device`` the sites' captures are kept (what group rows are made of), and rows
+    are made slice by slice when they are asked for: before the optimizer's step, and before
+    :meth:`SiteObservation.forget_factors`. As soon as the rows themselves would take less memory, as those of
+    adapters do, they are held in place of the captures. With one of both they always are, in ``dtype`` (else
+    float32 or wider) on ``device`` (else the experts'); then captures may be freed after :meth:`add`.
 
     >>> in_host_memory = RowSum(8, dtype=torch.bfloat16, device="cpu")
     """
@@ -74,10 +75,11 @@ class RowSum:
             own = site.grouping(local - uncounted, len(present))
             part = _Part(site, own, present, group_weight[present.to(group_weight.device)])
         self._template, self._where = template, site.device
-        if self.dtype is None and self.device is None:
-            self._parts.append(part)
-        else:
-            self._hold(part)
+        self._parts.append(part)
+        if self._held is not None or self.dtype or self.device or self._rows_are_smaller():
+            for each in self._parts:
+                self._hold(each)
+            self._parts.clear()
 
     @property
     def rows(self) -> Tensor:
@@ -111,6 +113,12 @@ class RowSum:
             total = own if total is None else total + own
         assert total is not None
         return total
+
+    def _rows_are_smaller(self) -> bool:
+        kept = {id(t): t for part in self._parts for t in part.site.captures()}.values()
+        size = self.count * sum(shape.numel() for shape in self._template.values())
+        wide = max([4, *(t.element_size() for t in kept if t.is_floating_point())])
+        return size * wide < sum(t.numel() * t.element_size() for t in kept)
 
     def _hold(self, part: _Part) -> None:
         at = 0

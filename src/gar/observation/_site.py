@@ -149,6 +149,12 @@ class SiteObservation:
     def hooks(self) -> Iterator[Handle]:
         return self._record.hooks()
 
+    def captures(self) -> list[Tensor]:
+        """What is kept for group rows alone."""
+        record = self._record
+        kept = (*(record.arguments or ()), record.hidden, record.delta, record.hidden_grad)
+        return [tensor for tensor in kept if tensor is not None]
+
     def release(self) -> None:
         """Drop references into the graph; detached captures stay."""
         self._record.release()
