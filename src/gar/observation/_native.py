@@ -2,8 +2,9 @@
 
 A module decorated with ``use_experts_implementation`` says its layout in flags on the instance, and every
 implementation of it (eager, batched_mm, grouped_mm, ...) is called as ``experts(hidden [T, H], index [T, k],
-weights [T, k])``. Input, output and the output's gradient are taken there by hooks; what lies between is
-recomputed, so that no implementation has to be known. Nothing is imported from transformers.
+weights [T, k])``. Input, output and the output's gradient are taken there by hooks. What lies between is read
+where the implementation's order of tokens is known (``_native_order``), else recomputed (``_native_factors``), so
+that no implementation has to be known. Nothing is imported from transformers.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class NativeRecord:
 
         def by_token(pairs: Tensor) -> Tensor:
             pairs = pairs if place is None else pairs[place]
-            return pairs.view(units, k, -1)
+            return pairs.reshape(units, k, -1)
 
         def store(grad: Tensor) -> None:
             if not self.paused[0]:
