@@ -232,6 +232,41 @@ def test_rows_add_up_over_micro_batches() -> None:
             assert relative_error(total.rows, expected) < 1e-12
 
 
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_groups_of_tokens(family: str) -> None:
+    """In the last layer, where a token's loss has a part of its own token alone."""
+    groups = torch.randint(-1, COUNT, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
+    model = adapted(family)
+    with gar.observe(model) as observed:
+        ids = torch.randint(3, 29, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        values = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(
+            ids.shape
+        )
+        losses = torch.stack([values[groups == m].mean() for m in range(COUNT)])
+        last = observed.sites[1]
+        with last.paused():
+            expected = separate(losses, last.bank)
+        (WEIGHT * losses).sum().backward()
+    assert relative_error(last.group_gradients(groups, WEIGHT), expected) < 1e-12
+    total = RowSum(COUNT)
+    total.add(last, groups, WEIGHT)
+    assert relative_error(total.rows, expected) < 1e-12
+
+
+def test_one_layer_with_adapters_beside_one_without() -> None:
+    model = adapted("olmoe", [f"model.layers.1.mlp.experts.{slot}" for slot in BOTH])
+    model.enable_input_require_grads()
+    with gar.observe(model) as observed:
+        losses = group_losses(model)
+        with observed.sites[0].paused():
+            slow = separate(losses, observed.sites[1].bank)
+        (WEIGHT * losses).sum().backward()
+    first, second = observed.sites
+    assert list(first.template()) == BOTH
+    assert relative_error(second.group_gradients(GROUPS, WEIGHT), slow) < 1e-12
+
+
 def test_nothing_changes_on_the_model() -> None:
     model, plain = adapted("olmoe"), adapted("olmoe")
     before = {id(m): set(vars(m)) for m in model.modules()}

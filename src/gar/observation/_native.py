@@ -3,8 +3,8 @@
 A module decorated with ``use_experts_implementation`` says its layout in flags on the instance, and every
 implementation of it (eager, batched_mm, grouped_mm, ...) is called as ``experts(hidden [T, H], index [T, k],
 weights [T, k])``. Input, output and the output's gradient are taken there by hooks. What lies between is read
-where the implementation's order of tokens is known (``_native_order``), else recomputed (``_native_factors``), so
-that no implementation has to be known. Nothing is imported from transformers.
+where the order of an implementation is known (``_native_order``), else recomputed (``_native_factors``), so
+that none has to be known. Nothing is imported from transformers.
 """
 
 from __future__ import annotations
