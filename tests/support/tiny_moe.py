@@ -48,13 +48,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
     },
 }  # fmt: skip
-if not hasattr(modeling_aria, "use_experts_implementation"):
-    del FAMILIES["aria_text"]  # a layout of its own in older releases
+_OLDER = not hasattr(modeling_aria, "use_experts_implementation")
+if _OLDER:
+    del FAMILIES["aria_text"]  # a layout of its own there
+#: Jamba's router is a plain linear layer there, and the others name their layers differently.
+_ONLY_NEW = {"axk2", "deepseek_v32", "glm_moe_dsa", "jamba"}
+
+#: What a configuration may need beside the sizes, in one of the names that families have for it.
+_ANY: dict[str, Any] = {
+    **_LATENT, **_LINEAR, **_LESS_HEADS,
+    "norm_topk_prob": True, "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["sparse"] * 2,
+    "moe_num_experts": 4, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "num_experts_per_token": 2,
+    "moe_num_shared_experts": 1, "num_shared_experts": 1, "num_dense_layers": 0, "moe_layer_freq": 1,
+    "moe_layer_start_index": 0, "mlp_only_layers": [], "enable_moe_block": True, "expert_layer_period": 1,
+    "expert_layer_offset": 0, "attn_layer_period": 1, "attn_layer_offset": 0, "shared_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 8, "index_topk": 4, "index_head_dim": 4, "index_n_heads": 2,
+    "sliding_window": 4, "vocab_size_per_layer_input": 29, "hidden_size_per_layer_input": 4,
+    "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "conv_L_cache": 2,
+}  # fmt: skip
+#: Further language models of transformers with the experts interface; a release has some of them.
+MORE = [
+    family
+    for family in (
+        "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v32",
+        "dots1", "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm4_moe_lite", "glm_moe_dsa",
+        "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+        "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum",
+        "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "qwen3_5_moe_text", "solar_open",
+    )
+    if family in transformers.CONFIG_MAPPING and not (_OLDER and family in _ONLY_NEW)
+]  # fmt: skip
+
+
+def _keys(family: str) -> dict[str, Any]:
+    """The sizes that the family's configuration knows, by its fields."""
+    kind = transformers.CONFIG_MAPPING[family]
+    known = set(kind.attribute_map).union(*(getattr(c, "__annotations__", {}) for c in kind.__mro__))
+    return {key: value for key, value in {**_SIZES, **_ANY}.items() if key in known}
 
 
 def tiny_moe(family: str, implementation: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
     """A model of the family in eval mode, with weights large enough for every part to matter."""
-    keys = {k: v for k, v in {**_SIZES, **FAMILIES[family]}.items() if v is not None}
+    wanted = {**_SIZES, **FAMILIES[family]} if family in FAMILIES else _keys(family)
+    keys = {k: v for k, v in wanted.items() if v is not None}
     config = transformers.AutoConfig.for_model(family, **keys)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

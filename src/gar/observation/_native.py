@@ -2,45 +2,38 @@
 
 A module decorated with ``use_experts_implementation`` says its layout in flags on the instance, and every
 implementation of it (eager, batched_mm, grouped_mm, ...) is called as ``experts(hidden [T, H], index [T, k],
-weights [T, k])``. Input, output and the output's gradient are taken there by hooks; what lies between is
-recomputed, so that no implementation has to be known. Nothing is imported from transformers.
+weights [T, k])``. Input, output and the output's gradient are taken there by hooks. What lies between is read
+where the order of an implementation is known (``_native_order``), else recomputed (``_native_factors``), so
+that none has to be known. Nothing is imported from transformers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
-from gar.observation._grouping import Grouping
-from gar.observation._site import SiteObservation, layer_of
-from gar.precision import full_precision
+from gar.observation._native_factors import read, recomputed
+from gar.observation._native_layout import (
+    ROUTERS,
+    SUPPORTED,
+    Layer,
+    native_slots,
+    template_parameters,
+)
+from gar.observation._native_lora import Adapter
+from gar.observation._native_order import Replaced, known, places, saves_elsewhere
+from gar.observation._record import Handle
+from gar.observation._site import SiteObservation, layer_of, summed_gates
 from gar.routing import Routing
-
-#: What the decorator of transformers puts on an instance.
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-SUPPORTED = "supported are layers of transformers' experts interface with a sibling `gate` or `router`"
-ROUTERS = ("gate", "router")
-
-
-def is_native(module: nn.Module) -> bool:
-    """Whether a module has the experts interface of transformers."""
-    return all(hasattr(module, flag) for flag in FLAGS)
-
-
-def native_slots(experts: nn.Module) -> tuple[str, ...]:
-    """The names of an expert's parameters in the order of the template."""
-    up: str = "gate_up_proj" if experts.has_gate else "up_proj"
-    return (up, f"{up}_bias", "down_proj", "down_proj_bias") if experts.has_bias else (up, "down_proj")
 
 
 @dataclass
@@ -59,10 +52,8 @@ class _Routed:
 class NativeRecord:
     """Captures of one experts module during one ``observe`` block."""
 
-    name: str
-    experts: nn.Module
+    layer: Layer
     router: nn.Module
-    block: nn.Module
     factors: bool
     paused: list[bool]
     masks: list[Tensor]
@@ -75,17 +66,33 @@ class NativeRecord:
     logits: Tensor | None = None
     delta: Tensor | None = None
     output: Tensor | None = None
+    #: The adapters that took part in the forward, and all weights without one.
+    adapters: dict[str, Adapter] = field(default_factory=dict)
     effective: dict[str, Tensor] = field(default_factory=dict)
+    #: The implementation, while the experts run and if its order of pairs is known, and the calls of the
+    #: activation with its result.
+    order: str | None = None
+    activations: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    #: ``sum_k w_k h_k`` [T, F] and ``sum_k dpre_k`` [T, ...], where they were read.
+    hidden: Tensor | None = None
+    before: Tensor | None = None
     forwards: int = 0
     backwards: int = 0
     #: Whether the router is called by us.
     again: bool = False
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
-        yield self.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
+        experts = self.layer.experts
+        if self.factors:
+            yield experts.register_forward_pre_hook(self._before_experts)
+            if experts.has_gate:
+                yield Replaced(experts, "_apply_gate", partial(self._gate, experts._apply_gate))
+            elif isinstance(experts.act_fn, nn.Module):
+                yield experts.act_fn.register_forward_hook(self._activation_hook)
+        yield self.layer.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
         yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
-        yield self.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
+        yield self.layer.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
 
     def _skipped(self) -> bool:
         """No gradients, or the second forward of a checkpoint whose first one is recorded."""
@@ -106,9 +113,29 @@ class NativeRecord:
             self.routed = _Routed(*arguments, kind, state)
             self.result = result
 
+    def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.activations.clear()
+        self.order = None
+        if not (self._skipped() or in_backward() or saves_elsewhere() or self.layer.adapters()):
+            self.order = known(module)
+
+    def _gate(self, apply: Callable[[Tensor], Tensor], before: Tensor) -> Tensor:
+        hidden: Tensor = apply(before)
+        self._activated(before, hidden)
+        return hidden
+
+    def _activation_hook(self, module: nn.Module, args: tuple[Tensor, ...], hidden: Tensor) -> None:
+        self._activated(args[0], hidden)
+
+    def _activated(self, before: Tensor, hidden: Tensor) -> None:
+        if self.order is not None:
+            self.activations.append((before, hidden, before._version))
+
     def _experts_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
+        order, self.order = self.order, None
+        activations, self.activations = self.activations, []
         if self._skipped() or not output.requires_grad:
             return
         self.forwards += 1
@@ -116,11 +143,38 @@ class NativeRecord:
         x, index, weights = (*args, *kwargs.values())[:3]
         self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
         self._place_routing(index, weights)
-        # A parametrisation may live only as long as the forward.
-        self.effective = {slot: getattr(module, slot).detach() for slot in native_slots(module)}
+        self.adapters = self.layer.adapters()
+        slots = [slot for slot in native_slots(module) if slot not in self.adapters]
+        self.effective = {slot: getattr(module, slot).detach() for slot in slots}
         self.output = output
         if self.factors:
             output.register_hook(self._store_delta)
+            if order is not None and len(activations) == 1:
+                self._read(order, *activations[0])
+
+    def _read(self, order: str, before: Tensor, hidden: Tensor, version: int) -> None:
+        """Take the activation's result, and later its input's gradient, summed over each token's experts."""
+        assert self.index is not None
+        assert self.weights is not None
+        units, k = self.index.shape
+        whole = len(before) == len(hidden) == units * k and before._version == version
+        if not (whole and before.requires_grad):
+            return
+        place = places(order, self.index)
+
+        def by_token(pairs: Tensor) -> Tensor:
+            pairs = pairs if place is None else pairs[place]
+            return pairs.reshape(units, k, -1)
+
+        def store(grad: Tensor) -> None:
+            if not self.paused[0]:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                self.before = by_token(grad.detach()).sum(1, dtype=wide)
+
+        with torch.no_grad(), torch.autocast(before.device.type, enabled=False):
+            h = accurate(by_token(hidden.detach()))
+            self.hidden = (self.weights.to(h).unsqueeze(1) @ h).squeeze(1)
+        before.register_hook(store)
 
     def _place_routing(self, index: Tensor, weights: Tensor) -> None:
         """Find what the experts were called with in the router's result."""
@@ -131,7 +185,7 @@ class NativeRecord:
             "index": _place(result, lambda t: t.shape == index.shape and torch.equal(t, index)),
             "weights": _place(result, lambda t: t.is_floating_point() and _same(t, weights), first=weights),
         }
-        count = self.experts.num_experts
+        count = self.layer.experts.num_experts
         logits = _place(
             result,
             lambda t: t.is_floating_point() and t.shape[-1] == count,
@@ -149,12 +203,13 @@ class NativeRecord:
     def require_forward(self) -> None:
         if self.forwards > 1:
             raise RuntimeError(
-                f"{self.name} ran {self.forwards} forwards inside one observe block; observe one at a time "
-                "(experts shared between layers have no single observation)"
+                f"{self.layer.name} ran {self.forwards} forwards inside one observe block; observe one at a "
+                "time (experts shared between layers have no single observation)"
             )
         if self.x is None:
             raise RuntimeError(
-                f"{self.name}: nothing was observed: no forward with gradients ran inside the observe block"
+                f"{self.layer.name}: nothing was observed: no forward with gradients ran inside the observe "
+                "block"
             )
 
     def require_backward(self) -> None:
@@ -163,15 +218,22 @@ class NativeRecord:
             raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
         if self.backwards != 1:
             raise RuntimeError(
-                f"{self.backwards} backward passes reached {self.name} inside the observe block; group "
+                f"{self.backwards} backward passes reached {self.layer.name} inside the observe block; group "
                 "gradients need exactly one"
             )
 
     def release(self) -> None:
         self.output, self.result = None, ()
 
+    @property
+    def intercepted(self) -> bool:
+        """Whether the activation is read; before a forward, whether it would be."""
+        if self.x is None:
+            return self.factors and not self.layer.adapters() and known(self.layer.experts) is not None
+        return self.hidden is not None
+
     def forget_factors(self) -> None:
-        self.delta = None
+        self.delta = self.hidden = self.before = None
         self.effective = {}
 
 
@@ -181,22 +243,15 @@ class NativeSiteObservation(SiteObservation):
     ``group_probabilities`` normalises the rows: gates of some families do not sum to 1.
     """
 
-    def __init__(
-        self,
-        experts: nn.Module,
-        paused: list[bool],
-        gradients: bool,
-        name: str,
-        block: nn.Module,
-        masks: list[Tensor],
-    ) -> None:
-        self.bank: Any = experts
-        self.name, self.layer = name, layer_of(name)
-        router = next(getattr(block, r) for r in ROUTERS if hasattr(block, r))
-        self._seen = NativeRecord(name, experts, router, block, gradients, paused, masks)
+    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, masks: list[Tensor]) -> None:
+        self.bank: Any = layer.bank
+        self.name, self.layer = layer.name, layer_of(layer.name)
+        router = next(getattr(layer.block, r) for r in ROUTERS if hasattr(layer.block, r))
+        self._seen = NativeRecord(layer, router, gradients, paused, masks)
 
     def __repr__(self) -> str:
-        return f"SiteObservation({self.name!r}, {type(self.bank).__name__}, recomputed)"
+        how = "intercepted" if self._seen.intercepted else "recomputed"
+        return f"SiteObservation({self.name!r}, {type(self._seen.layer.experts).__name__}, {how})"
 
     @property
     def routing(self) -> Routing:
@@ -238,19 +293,16 @@ class NativeSiteObservation(SiteObservation):
         logits = None if places[2] is None else result[places[2]]
         return self._routing(result[places[0]], result[places[1]], logits)
 
-    def group_probabilities(
+    def group_gates(
         self,
         groups: Tensor,
         count: int | None = None,
         *,
         full_softmax: bool = False,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """``p_m`` [M, E]: mean gates of the group's examples, every row then divided by its sum.
-
-        ``full_softmax`` takes the softmax of the router's logits in the place of the gates, which has a
-        gradient at experts that were not selected too. ``mask`` bool [B, L] says which tokens count, else the
-        observed module's ``attention_mask``. A group without a token has a row of zeros.
+    ) -> tuple[Tensor, Tensor]:
+        """Sums [M, E] of the gates of each group's texts and their numbers [M]; options as of
+        :meth:`group_probabilities`.
         """
         routing = self.detached_routing()
         mask = routing.mask if mask is None else mask.to(routing.gates.device).bool()
@@ -263,18 +315,28 @@ class NativeSiteObservation(SiteObservation):
             if mask.shape != gates.shape[:2]:
                 raise UserError(f"{self.name}: mask must be {list(gates.shape[:2])}, got {list(mask.shape)}")
             gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
-        if groups.dim() == 1:
-            valid = gates.new_full((len(gates), 1), gates.shape[1]) if mask is None else mask.sum(1, True)
-            found = Grouping(groups, count).mean(gates.sum(1) / valid.clamp(min=1))
-        else:
-            if mask is not None:
-                groups = groups.masked_fill(~mask.to(groups.device), -1)
-            found = Grouping(groups.flatten(), count).mean(gates.flatten(0, 1))
-        total = found.sum(-1, keepdim=True)
-        return found / torch.where(total > 0, total, torch.ones_like(total))
+        routing = Routing(routing.logits, gates, routing.selected, mask)
+        return summed_gates(routing, groups, count)
+
+    def probabilities(self, sums: Tensor, sizes: Tensor) -> Tensor:
+        """The rows divided by their sums: dividing by ``sizes`` before would change nothing."""
+        total = sums.sum(-1, keepdim=True)
+        return sums / torch.where(total > 0, total, torch.ones_like(total))
+
+    def group_probabilities(self, groups: Tensor, count: int | None = None, **options: Any) -> Tensor:
+        """``p_m`` [M, E]: mean gates of the group's texts, every row then divided by its sum.
+
+        ``full_softmax=True`` takes the softmax of the router's logits in the place of the gates, which has a
+        gradient at experts that were not selected too. ``mask`` bool [B, L] says which tokens count, else the
+        observed module's ``attention_mask``. A group without a token has a row of zeros.
+        """
+        return self.probabilities(*self.group_gates(groups, count, **options))
 
     def template(self) -> dict[str, torch.Size]:
-        return {slot: getattr(self.bank, slot).shape[1:] for slot in native_slots(self.bank)}
+        seen = self._seen
+        adapters = seen.layer.adapters() if seen.x is None else seen.adapters
+        found = template_parameters(seen.layer.experts, adapters)
+        return {slot: own(parameter.to("meta")).shape for slot, (parameter, own) in found.items()}
 
     def pending(self) -> None:
         """Routers of transformers are never observed apart."""
@@ -287,8 +349,13 @@ class NativeSiteObservation(SiteObservation):
             (grad,) = torch.autograd.grad(loss, self._seen.output, retain_graph=True)
         return grad
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         return self._seen.hooks()
+
+    def captures(self) -> list[Tensor]:
+        seen = self._seen
+        kept = (seen.x, seen.delta, seen.hidden, seen.before)
+        return [tensor for tensor in kept if tensor is not None]
 
     def release(self) -> None:
         self._seen.release()
@@ -299,8 +366,10 @@ class NativeSiteObservation(SiteObservation):
     def _pause(self, paused: bool) -> None:
         self._seen.paused[0] = paused
 
-    def _device(self) -> torch.device:
-        device: torch.device = getattr(self.bank, native_slots(self.bank)[0]).device
+    @property
+    def device(self) -> torch.device:
+        experts = self._seen.layer.experts
+        device: torch.device = getattr(experts, native_slots(experts)[0]).device
         return device
 
     def _shape(self) -> tuple[int, int]:
@@ -310,10 +379,11 @@ class NativeSiteObservation(SiteObservation):
         return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
 
     def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
-        units, count = len(index), self.bank.num_experts
+        units, count = len(index), self._seen.layer.experts.num_experts
         weights = accurate(weights)
         gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
-        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True)
+        # A choice without a gate is none: Zaya skips a token so.
+        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True) & (gates != 0)
         shape = (*self._shape(), -1)
         rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
         mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
@@ -324,134 +394,38 @@ class NativeSiteObservation(SiteObservation):
             selected = selected & mask.unsqueeze(-1)
         return Routing(rows.reshape(*shape[:2], rows.shape[-1]), gates, selected, mask)
 
-    def _factors(self) -> tuple[dict[str, Factors], tuple[int, int]]:
+    def extent(self) -> tuple[int, int]:
+        self._seen.require_backward()
+        return self._shape()
+
+    def _factors(self) -> dict[str, Factors]:
         seen = self._seen
         seen.require_backward()
         assert seen.x is not None
         assert seen.index is not None
         assert seen.weights is not None
         assert seen.delta is not None
-        with full_precision(seen.x.device):
-            found = _recomputed(self.bank, seen.effective, seen.x, seen.index, seen.weights, seen.delta)
-        rows, tokens = self._shape()
-        shaped = {
-            slot: Factors(
-                left.reshape(rows, tokens, -1), None if right is None else right.reshape(rows, tokens, -1)
-            )
-            for slot, (left, right) in found.items()
-        }
-        return shaped, (rows, tokens)
+        if seen.hidden is not None and seen.before is not None:
+            arguments = seen.x, seen.weights, seen.hidden, seen.before, seen.delta
+            return self._shaped(read(seen.layer.experts, *arguments))
+        experts, weight = seen.layer.experts, dict(seen.effective)
+        for slot in seen.adapters:  # parametrised only as long as the forward, which is over
+            weight[slot] = getattr(experts, slot).detach()
+        with self.full_precision():
+            found = recomputed(experts, weight, seen.adapters, seen.x, seen.index, seen.weights, seen.delta)
+        return self._shaped(found)
+
+    def _shaped(self, found: dict[str, Factors]) -> dict[str, Factors]:
+        rows, _ = self._shape()
+        return {slot: _by_rows(found[slot], rows) for slot in self.template()}
 
 
-def _recomputed(
-    experts: nn.Module, weight: dict[str, Tensor], x: Tensor, index: Tensor, gates: Tensor, delta: Tensor
-) -> dict[str, Factors]:
-    """Factors [T, ...] of the template's slots; what a token brings to its experts is summed over them first.
-
-    With ``h = act(W x)`` and the output ``sum_k w_k V h_k``: ``dV = delta (sum_k w_k h_k)^T`` and
-    ``dW = (sum_k dpre_k) x^T``, because the sum over experts is one template.
-    """
-    up, *_ = slots = native_slots(experts)
-    down = "down_proj"
-    wide = torch.promote_types(torch.promote_types(x.dtype, weight[up].dtype), torch.float32)
-    x, gates, delta = x.to(wide), gates.to(wide), delta.to(wide)
-    transposed = experts.is_transposed
-    activate: Any = experts._apply_gate if experts.has_gate else experts.act_fn
-    width = weight[up].shape[2 if transposed else 1]
-    inner = weight[down].shape[1 if transposed else 2]
-    before, hidden, total = x.new_zeros(len(x), width), x.new_zeros(len(x), inner), x.new_zeros(len(x), 1)
-    for e in index.unique().tolist():
-        token, place = torch.where(index == e)
-        gate = gates[token, place].unsqueeze(1)
-        into, out = weight[up][e].to(wide), weight[down][e].to(wide)
-        pre = x[token] @ (into if transposed else into.T)
-        if experts.has_bias:
-            pre = pre + weight[f"{up}_bias"][e].to(wide)
-        with torch.enable_grad():
-            pre.requires_grad_()
-            h = activate(pre)
-        behind = (gate * delta[token]) @ (out.T if transposed else out)
-        (grad,) = torch.autograd.grad(h, pre, behind)
-        before.index_add_(0, token, grad)
-        hidden.index_add_(0, token, gate * h.detach())
-        total.index_add_(0, token, gate)
-    found = {
-        up: Factors(x, before) if transposed else Factors(before, x),
-        f"{up}_bias": Factors(before, None),
-        down: Factors(hidden, delta) if transposed else Factors(delta, hidden),
-        f"{down}_bias": Factors(total * delta, None),
-    }
-    return {slot: found[slot] for slot in slots}
-
-
-def native_banks(module: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
-    """Experts modules of transformers inside a module, with their path and the block around; or a refusal."""
-    found: dict[nn.Module, tuple[str, nn.Module]] = {}
-    inside = dict(module.named_modules())
-    for name, inner in inside.items():
-        if is_native(inner):
-            block = inside.get(name.rpartition(".")[0])
-            refuse(name, inner, block)
-            assert block is not None
-            found[inner] = (name, block)
-        elif _is_foreign(name, inner):
-            raise UserError(
-                f"{name or 'the module'} ({type(inner).__name__}) has experts of a layout of its own; "
-                f"{SUPPORTED}"
-            )
-    return found
-
-
-def refuse(name: str, experts: nn.Module, block: nn.Module | None) -> None:
-    """Raise, with the reason, for a layer that cannot be observed."""
-    kind = f"{name or 'the module'} ({type(experts).__name__})"
-    if getattr(experts, "_is_expert_parallel", False):
-        raise UserError(
-            f"{kind} is expert parallel: a rank sees only its own experts; supported are experts that every "
-            "rank has (load the model without expert parallelism)"
-        )
-    if block is not None and hasattr(block, "base_layer"):
-        raise UserError(
-            f"{kind} is inside an adapter (PEFT's target_parameters); supported are adapters "
-            "beside the experts"
-        )
-    if parametrize.is_parametrized(experts):
-        raise UserError(f"{kind} has parametrised weights; supported are plain parameters")
-    if getattr(experts, "has_post_expert_norm", False):  # older releases of transformers have no such flag
-        raise UserError(f"{kind} has a norm behind every expert; supported are experts without")
-    missing = [s for s in native_slots(experts) if not isinstance(getattr(experts, s, None), nn.Parameter)]
-    if missing:
-        raise UserError(f"{kind} has no parameter {missing[0]}; supported are stacked experts [E, ...]")
-    if block is None or not any(isinstance(getattr(block, r, None), nn.Module) for r in ROUTERS):
-        raise UserError(f"{kind} has no router beside it; {SUPPORTED}; observe the model, not a part of it")
-
-
-def refuse_auxiliary_loss(modules: Sequence[nn.Module], keywords: dict[str, Any] | None = None) -> None:
-    """Raise if transformers' own balance loss is in the loss: a later layer's reaches earlier experts."""
-    for module in modules:
-        for inner in module.modules():
-            config = getattr(inner, "config", None)
-            config = getattr(config, "text_config", None) or config
-            coefficient = getattr(inner, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
-            asked = (keywords or {}).get("output_router_logits")
-            on = getattr(config, "output_router_logits", False) if asked is None else asked
-            if coefficient and on:
-                raise UserError(
-                    f"output_router_logits adds the built-in auxiliary loss (router_aux_loss_coef "
-                    f"{coefficient}), which reaches earlier experts and is no part of a group's loss; set "
-                    "output_router_logits=False and add a balance loss of site.detached_routing()"
-                )
-
-
-def _is_foreign(name: str, module: nn.Module) -> bool:
-    """Whether a module of transformers routes to experts that are not of the experts interface."""
-    inner = getattr(module, "experts", None)
-    return (
-        type(module).__module__.startswith("transformers.")
-        and isinstance(inner, nn.Module)
-        and not is_native(inner)
-        and not hasattr(inner, "base_layer")
-        and any(hasattr(module, router) for router in ROUTERS)
+def _by_rows(factors: Factors, rows: int) -> Factors:
+    """Factors of tokens, [T, ...] or [T, k, ...], as [rows, terms, ...]."""
+    left, right = factors
+    return Factors(
+        left.reshape(rows, -1, left.shape[-1]),
+        None if right is None else right.reshape(rows, -1, right.shape[-1]),
     )
 
 

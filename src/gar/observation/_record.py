@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gar.nn import Call, RoutedExperts
 from gar.routing import Routing
+
+
+class Handle(Protocol):
+    """What a hook leaves behind; ``remove`` undoes it."""
+
+    def remove(self) -> None: ...
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Record:
     forwards: int = 0
     backwards: int = 0
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
         if self.router_apart:
             yield self.bank.router.register_forward_hook(self._router_hook)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import RoutedExperts
 from gar.objective import accurate
-from gar.observation._native import is_native, native_slots
+from gar.observation._native_layout import Summed, bank_parameters, is_native_bank
 from gar.precision import float32_products
 
 
@@ -17,17 +17,23 @@ def per_group_gradients(group_losses: Tensor, bank: nn.Module) -> Tensor:
 
     ``bank`` is one of ``gar.nn``'s or an experts module of transformers: ``site.bank`` of an observation.
     """
+    found: dict[str, Summed]
     if isinstance(bank, RoutedExperts):
-        parameters = [getattr(bank.experts, slot) for slot in bank.experts.slots]
-    elif is_native(bank):
-        parameters = [getattr(bank, slot) for slot in native_slots(bank)]
+        found = {slot: (getattr(bank.experts, slot), _over_experts) for slot in bank.experts.slots}
+    elif is_native_bank(bank):
+        found = bank_parameters(bank)
     else:
         raise UserError(f"per_group_gradients: {type(bank).__name__} is no expert bank; pass site.bank")
+    parameters, sums = zip(*found.values(), strict=True)
     if not all(parameter.requires_grad for parameter in parameters):
         raise UserError("per_group_gradients: these experts are frozen; observe gives their gradients")
     rows: list[Tensor] = []
     with float32_products(group_losses.device):
         for loss in group_losses.unbind():
             grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-            rows.append(torch.cat([accurate(grad).sum(0).flatten() for grad in grads]))
+            rows.append(torch.cat([own(accurate(g)).flatten() for own, g in zip(sums, grads, strict=True)]))
     return torch.stack(rows)
+
+
+def _over_experts(grad: Tensor) -> Tensor:
+    return grad.sum(0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts
 from gar.objective import accurate
+from gar.observation._balance import balance_loss
 from gar.observation._grouping import Grouping
-from gar.observation._record import Record
+from gar.observation._record import Handle, Record
 from gar.precision import full_precision
 from gar.routing import Routing
 
@@ -58,17 +60,38 @@ class SiteObservation:
         """What a backward that stopped at the gates has to bring to the router; see ``router_apart``."""
         return self._record.pending()
 
+    def group_gates(self, groups: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """Sums [M, E] of the gates of each group's examples, or tokens for groups [B, L]; their numbers [M].
+
+        Both add up where a group is spread over several forwards: :class:`GateSum`. Arguments as of
+        :meth:`group_probabilities`; differentiable in the router alone.
+        """
+        return summed_gates(self.detached_routing(), groups, count)
+
+    def probabilities(self, sums: Tensor, sizes: Tensor) -> Tensor:
+        """``p_m`` [M, E] from what :meth:`group_gates` returns, of one forward or added up over several."""
+        return sums / sizes.clamp(min=1).to(sums).unsqueeze(1)
+
     def group_probabilities(self, groups: Tensor, count: int | None = None) -> Tensor:
         """``p_m`` [M, E]: mean over the group's examples of their gates, no further top-k.
 
         ``groups`` as in :meth:`group_gradients`; ``count`` is M where the last groups may be empty.
         """
+        return self.probabilities(*self.group_gates(groups, count))
+
+    def balance_loss(self, mask: Tensor | None = None) -> Tensor:
+        """This layer's :func:`balance_loss`, with a gradient in the router alone.
+
+        ``mask`` bool, of the units' shape, says which of the valid units count.
+        """
         routing = self.detached_routing()
-        if groups.dim() == 1:
-            return Grouping(groups, count).mean(routing.example_gates())
-        if routing.mask is not None:
-            groups = groups.masked_fill(~routing.mask.to(groups.device), -1)
-        return Grouping(groups.flatten(), count).mean(routing.gates.flatten(0, 1))
+        if mask is not None:
+            units = routing.gates.shape[:-1]
+            if mask.shape != units:
+                raise UserError(f"{self.name}: mask must be {list(units)}, got {list(mask.shape)}")
+            mask = mask.to(routing.gates.device).bool()
+            routing = replace(routing, mask=mask if routing.mask is None else mask & routing.mask)
+        return balance_loss(routing)
 
     def group_gradients(self, groups: Tensor | Grouping, group_weight: Tensor) -> Tensor:
         """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
@@ -78,10 +101,10 @@ class SiteObservation:
         [B], one number a row, or [B, L], one a token; -1 is not counted; or a :class:`Grouping` of the rows,
         made once for several uses. Slots follow the bank's order.
         """
-        groups, factors, undo = self._group_factors(groups, group_weight)
+        groups, factors, undo = self.group_factors(groups, group_weight)
         sizes = [shape.numel() for shape in self.template().values()]
         rows = undo.new_empty(len(undo), sum(sizes))
-        with self._full_precision():
+        with self.full_precision():
             for factor, own in zip(factors.values(), rows.split(sizes, 1), strict=True):
                 groups.product(factor, own)
         return rows.mul_(undo)
@@ -93,11 +116,11 @@ class SiteObservation:
 
         Rows are made slice by slice of the template, of ``max_bytes`` at most (but M numbers at least).
         """
-        groups, factors, undo = self._group_factors(groups, group_weight)
+        groups, factors, undo = self.group_factors(groups, group_weight)
         gram = undo.new_zeros(len(undo), len(undo))
-        with self._full_precision():
+        with self.full_precision():
             for factor in factors.values():
-                for part in _slices(factor, max_bytes // max(1, len(undo) * undo.element_size())):
+                for part in slices(factor, max_bytes // max(1, len(undo) * undo.element_size())):
                     own = groups.product(part).flatten(1)
                     gram += own @ own.T
         return gram * (undo * undo.T)
@@ -123,8 +146,14 @@ class SiteObservation:
         finally:
             self._pause(False)
 
-    def hooks(self) -> Iterator[RemovableHandle]:
+    def hooks(self) -> Iterator[Handle]:
         return self._record.hooks()
+
+    def captures(self) -> list[Tensor]:
+        """What is kept for group rows alone."""
+        record = self._record
+        kept = (*(record.arguments or ()), record.hidden, record.delta, record.hidden_grad)
+        return [tensor for tensor in kept if tensor is not None]
 
     def release(self) -> None:
         """Drop references into the graph; detached captures stay."""
@@ -134,45 +163,70 @@ class SiteObservation:
         """Free what only :meth:`group_gradients` needs; routing and routing inputs stay."""
         self._record.forget_factors()
 
-    def _pause(self, paused: bool) -> None:
-        self._record.paused[0] = paused
+    def full_precision(self) -> AbstractContextManager[None]:
+        """No TF32 and no autocast, where the experts are."""
+        return full_precision(self.device)
 
-    def _full_precision(self) -> AbstractContextManager[None]:
-        return full_precision(self._device())
-
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are."""
         return self.bank.router.weight.device
 
-    def _factors(self) -> tuple[dict[str, Factors], tuple[int, int]]:
-        """The factors of every template slot, and how many rows and tokens a row they have."""
+    def extent(self) -> tuple[int, int]:
+        """Rows and tokens a row of the observed forward, whose one backward must be over."""
         call = self._record.call()
-        with self._full_precision():
-            factors = self.bank.experts.factors(call)
-        return factors, (call.gates.shape[0], call.gates.shape[1])
+        return call.gates.shape[0], call.gates.shape[1]
 
-    def _group_factors(
-        self, groups: Tensor | Grouping, group_weight: Tensor
-    ) -> tuple[Grouping, dict[str, Factors], Tensor]:
-        """Rows by group, the factors of every template slot, and ``1 / group_weight`` [M, 1]."""
-        factors, (rows, tokens) = self._factors()
+    def grouping(self, groups: Tensor | Grouping, count: int) -> Grouping:
+        """The groups of this forward's rows, or of its tokens, checked; ``groups`` as in
+        :meth:`group_gradients`.
+        """
+        rows, tokens = self.extent()
         if isinstance(groups, Tensor) and groups.dim() == 2:  # a group number per token
             if tuple(groups.shape) != (rows, tokens):
                 raise ValueError(f"groups must be [{rows}] or [{rows}, {tokens}], got {tuple(groups.shape)}")
-            groups = groups.flatten()
-            factors = {slot: _per_token(f, rows * tokens) for slot, f in factors.items()}
-            rows *= tokens
+            return Grouping(groups.flatten(), count)
         if isinstance(groups, Tensor):
             if len(groups) != rows:
                 raise ValueError(
                     f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
                 )
-            groups = Grouping(groups, len(group_weight))
-        if (groups.rows, groups.count) != (rows, len(group_weight)):
+            groups = Grouping(groups, count)
+        if groups.count != count or groups.rows not in (rows, rows * tokens):
             raise ValueError(
-                f"groups are {groups.count} over {groups.rows} rows, expected {len(group_weight)} over {rows}"
+                f"groups are {groups.count} over {groups.rows} rows, expected {count} over {rows}"
             )
+        return groups
+
+    def group_factors(
+        self, groups: Tensor | Grouping, group_weight: Tensor
+    ) -> tuple[Grouping, dict[str, Factors], Tensor]:
+        """Rows by group, the factors of every template slot, and ``1 / group_weight`` [M, 1]."""
+        groups = self.grouping(groups, len(group_weight))
+        factors, (rows, _) = self._factors(), self.extent()
+        if groups.rows != rows:
+            factors = {slot: _per_token(f, groups.rows) for slot, f in factors.items()}
         weight = accurate(group_weight.detach()).to(accurate(next(iter(factors.values())).left))
         return groups, factors, torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
+
+    def _pause(self, paused: bool) -> None:
+        self._record.paused[0] = paused
+
+    def _factors(self) -> dict[str, Factors]:
+        """The factors of every template slot, [rows, tokens, ...]."""
+        with self.full_precision():
+            return self.bank.experts.factors(self._record.call())
+
+
+def summed_gates(routing: Routing, groups: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    """Gates [M, E] summed over each group's examples, or tokens for groups [B, L]; their numbers [M]."""
+    gates = routing.example_gates()
+    if groups.dim() > 1:
+        if routing.mask is not None:
+            groups = groups.masked_fill(~routing.mask.to(groups.device), -1)
+        groups, gates = groups.flatten(), routing.gates.flatten(0, 1)
+    grouping = Grouping(groups, count)
+    return grouping.sum(gates), grouping.sizes
 
 
 def _per_token(factors: Factors, units: int) -> Factors:
@@ -184,7 +238,7 @@ def _per_token(factors: Factors, units: int) -> Factors:
     )
 
 
-def _slices(factors: Factors, columns: int) -> Iterator[Factors]:
+def slices(factors: Factors, columns: int) -> Iterator[Factors]:
     """The factors of slices of a slot, of ``columns`` entries at most (1 at least)."""
     left, right = factors
     if right is None:

@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gar.errors import UserError
 from gar.nn import RoutedExperts
 from gar.observation._grouping import Grouping
-from gar.observation._native import NativeSiteObservation, native_banks, refuse_auxiliary_loss
+from gar.observation._native import NativeSiteObservation
+from gar.observation._native_layout import native_banks, refuse_auxiliary_loss
+from gar.observation._record import Handle
 from gar.observation._site import SLICE_BYTES, SiteObservation
 
 
@@ -78,26 +81,28 @@ def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = Fa
             if isinstance(inner, RoutedExperts):
                 sites[inner] = SiteObservation(inner, paused, gradients, router_apart, name)
             elif inner in native:
-                block = native[inner][1]
-                sites[inner] = NativeSiteObservation(inner, paused, gradients, name, block, masks)
+                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, masks)
     if not sites:
-        raise ValueError(
+        raise UserError(
             "observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, … or an MoE layer of transformers) "
             "inside the given modules"
         )
     observed = Observed(list(sites.values()))
-    handles = [handle for site in observed.sites for handle in site.hooks()]
-    if any(isinstance(site, NativeSiteObservation) for site in observed.sites):
+    theirs = any(isinstance(site, NativeSiteObservation) for site in observed.sites)
 
-        def called(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-            if gradients:
-                refuse_auxiliary_loss([module], keywords)
-            mask = keywords.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.dim() == 2:
-                masks[:] = [mask.detach()]
+    def called(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        if gradients:
+            refuse_auxiliary_loss([module], keywords)
+        mask = keywords.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            masks[:] = [mask.detach()]
 
-        handles += [module.register_forward_pre_hook(called, with_kwargs=True) for module in modules]
+    handles: list[Handle] = []
     try:
+        for site in observed.sites:
+            handles.extend(site.hooks())
+        if theirs:
+            handles.extend(m.register_forward_pre_hook(called, with_kwargs=True) for m in modules)
         yield observed
     finally:
         for handle in handles:
