@@ -22,8 +22,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+#: Every snippet of the library page stands alone; those of a page that goes on from snippet to snippet are one.
 LIBRARY = [
-    block for page in ("library", "native_moe") for block in blocks(ROOT / "docs" / f"{page}.md", "python")
+    *blocks(ROOT / "docs" / "library.md", "python"),
+    "\n".join(blocks(ROOT / "docs" / "native_moe.md", "python")),
 ]
 
 
