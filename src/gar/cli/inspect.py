@@ -22,8 +22,8 @@ from gar.report import write_inspection
 from gar.report.inspection import COMPARED, layer_title, measured
 
 CAPTION = (
-    "In brackets: what 97.5 % of shuffled labels do not exceed. *: above shuffled labels at the 5 % level, all "
-    "layers together."
+    "In brackets: what 97.5 % of shuffled labels do not exceed. *: above shuffled labels at the 5 % level, "
+    "all layers together."
 )
 
 

@@ -60,7 +60,7 @@ def encode(
     if max_length < 2:
         raise UserError(f"max_length is {max_length}; expected 2 or more tokens")
     rows = [_ids(tokenizer, text) for text in texts.texts]
-    if largest := max((max(row) for row in rows if row), default=0) >= vocabulary and max(map(max, rows)):
+    if (largest := max((max(row) for row in rows if row), default=0)) >= vocabulary:
         raise UserError(
             f"the tokenizer gives token {largest}, but the model has {vocabulary}; expected the model's own"
         )
@@ -74,9 +74,7 @@ def encode(
     groups = texts.groups[kept]
     for t, name in enumerate(texts.names):
         if t not in groups:
-            raise UserError(
-                f"group {name!r}: none of its texts has {least} tokens or more; expected some text"
-            )
+            raise UserError(f"group {name!r}: no text of {least} tokens or more; expected some text")
     classes = None
     if class_of is not None:
         if texts.labels is None:

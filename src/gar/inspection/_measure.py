@@ -128,7 +128,13 @@ class Meter:
         tallies = [_Tally(site.experts) for site in self._sites]
         losses, total = 0, 0.0
         for batch in batches(lengths, unit.texts, self._tokens if self._pad is not None else 1):
-            count, loss = self._batch(encoded, batch, tallies)
+            try:
+                count, loss = self._batch(encoded, batch, tallies)
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"out of memory with {len(batch)} texts of {max(lengths[i] for i in batch)} tokens; "
+                    "expected a smaller --batch-tokens, or --max-length"
+                ) from None
             losses, total = losses + count, total + loss
         found = [
             LayerRecord(tally.counts, tally.gates, tally.shares, tally.entropy, rows)

@@ -132,11 +132,14 @@ def against_chance(values: Sequence[float], shuffled: Floats) -> tuple[list[Chan
     whole = float(found.mean())
     if not count:
         return [Chance(value) for value in values], Chance(whole)
-    mean, spread = shuffled.mean(0), shuffled.std(0)
+    mean = shuffled.mean(0)
+    # The data's own labels are one of the ways to shuffle: with them the test keeps its level exactly.
+    together = np.vstack([shuffled, found])
+    centre, spread = together.mean(0), together.std(0)
 
     def standard(x: Floats) -> Floats:
         # Without spread nothing is told apart.
-        return np.where(spread > ROUNDING, (x - mean) / np.where(spread > ROUNDING, spread, 1.0), 0.0)
+        return np.where(spread > ROUNDING, (x - centre) / np.where(spread > ROUNDING, spread, 1.0), 0.0)
 
     largest = standard(shuffled).max(1)
     p = [(1 + int((largest >= z - ROUNDING).sum())) / (count + 1) for z in standard(found)]

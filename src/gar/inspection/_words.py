@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gar.inspection._statistics import Chance
 from gar.inspection.result import Inspection, Layer
 
 #: A layer's load is balanced where this share of the experts has at least half of an even share.
 BALANCED = 0.9
 #: It is uneven where fewer than this have.
 UNEVEN = 0.5
+#: From this share of a layer's experts on, dead ones are what to look at first.
+DEAD = 0.1
+#: Numbers, or layers with dead experts, that a sentence lists.
+SHOWN = 8
 #: NMI below this is little, however sure it is.
 LITTLE = 0.05
 SHUFFLED = "no higher than for shuffled labels"
@@ -18,12 +21,14 @@ SHUFFLED = "no higher than for shuffled labels"
 
 def findings(found: Inspection) -> list[str]:
     """Every sentence that the numbers carry, in the order of the rules."""
+    dead = sorted(_dead(found), key=lambda layer: -len(layer.dead) / layer.experts)
     said = [
         f"{_experts(layer.dead)} of {layer.title}: never selected (an even share would be "
         f"{layer.even:,.0f} of {layer.selections:,} selections)."
-        for layer in found.layers
-        if layer.dead and not layer.few_tokens
+        for layer in dead[:SHOWN]
     ]
+    if len(dead) > SHOWN:
+        said.append(f"{_where(dead[SHOWN:])}: more experts that were never selected.")
     if few := [layer for layer in found.layers if layer.few_tokens]:
         said.append(f"{_where(few)}: too few tokens to call an expert dead; give more texts.")
     if uneven := [layer for layer in found.layers if layer.utilization < UNEVEN]:
@@ -50,8 +55,8 @@ def verdict(found: Inspection) -> str:
     """One sentence to act on: the first rule that applies."""
     if found.groups and not found.tells and len(found.groups) == 1:
         return _cannot_tell(found)
-    dead = [layer for layer in found.layers if layer.dead and not layer.few_tokens]
-    if dead:
+    dead = _dead(found)
+    if any(len(layer.dead) >= DEAD * layer.experts for layer in dead):
         worst = max(dead, key=lambda layer: len(layer.dead) / layer.experts)
         count, total = sum(len(layer.dead) for layer in dead), sum(layer.experts for layer in found.layers)
         return (
@@ -93,6 +98,10 @@ def verdict(found: Inspection) -> str:
     )
 
 
+def _dead(found: Inspection) -> list[Layer]:
+    return [layer for layer in found.layers if layer.dead and not layer.few_tokens]
+
+
 def _mixed(found: Inspection) -> list[Layer]:
     return [x for x in found.layers if x.utilization >= BALANCED and not x.nmi.above]
 
@@ -111,18 +120,6 @@ def _cannot_tell(found: Inspection) -> str:
     )
 
 
-def band(chance: Chance, digits: int = 3) -> str:
-    """``0.120 [0.010, 0.034]``: the value, and the middle 95 % under shuffled labels.
-
-    >>> band(Chance(0.5)), band(Chance(0.12, 0.02, 0.01, 0.034, 0.005))
-    ('0.500', '0.120 [0.010, 0.034]')
-    """
-    text = f"{chance.value:.{digits}f}"
-    if chance.low is None or chance.high is None:
-        return text
-    return f"{text} [{chance.low:.{digits}f}, {chance.high:.{digits}f}]"
-
-
 def _span(layers: Sequence[Layer], what: str) -> str:
     values = [getattr(layer, what).value for layer in layers]
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
@@ -138,7 +135,10 @@ def _where(layers: Sequence[Layer]) -> str:
 def _experts(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"Expert {numbers[0]}"
-    return f"Experts {_and(ranges(numbers))}"
+    parts = ranges(numbers)
+    if len(parts) > SHOWN:
+        return f"{len(numbers)} experts ({', '.join(parts[:SHOWN])}, …)"
+    return f"Experts {_and(parts)}"
 
 
 def _listed(layers: Sequence[Layer]) -> str:

@@ -145,7 +145,7 @@ def heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, 
     """One panel for each ``{title: {row: [E]}}`` with one colour scale, which turns at the uniform share."""
     arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
     tasks, experts = next(iter(arrays.values())).shape
-    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * tasks)
+    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * max(tasks, 4))
     few = experts <= MANY
     uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
     norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)
@@ -154,7 +154,7 @@ def heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, 
         lines = {"edgecolors": INK, "linewidth": 0.2} if few else {"rasterized": True}
         axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, **lines)
         axes.grid(visible=False)
-        places = np.arange(experts)[:: 1 if few else experts // MANY + 1]
+        places = np.arange(experts)[:: 1 if few else -(-experts // 12)]
         axes.set_xticks(places + 0.5, [str(order[at]) for at in places])
         axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
         axes.invert_yaxis()
