@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from gar.inspection import Chance, Group, Inspection, Layer, Request, inspect, i
 from gar.inspection import _load as loading
 from gar.inspection import run as running
 from gar.inspection._measure import Meter
+from gar.inspection._store import Files
 from gar.inspection._words import findings, ranges, verdict
 from gar.report.inspection import inspection_page, write_inspection
 from gar.runs.reading import find_runs
-from support.pages import check_page
+from support.pages import read
 from support.saved_moe import save_moe, some_texts, word_tokenizer, write_jsonl, write_texts
 
 QUICK = ("--permutations", "19")
@@ -45,6 +47,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quick(world: Path, **changes: Any) -> Request:
     return Request(str(world / "moe"), (str(world / "texts.jsonl"),), permutations=19, **changes)
+
+
+def check_page(text: str) -> None:
+    """Balanced tags, distinct ids, links that lead somewhere inside."""
+    page = read(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
 
 
 def numbers(result: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +106,15 @@ def test_the_result_is_that_of_the_function_in_memory(world: Path, tmp_path: Pat
     assert result["environment"]["dtype"] == "float32"
 
 
+def test_the_example_of_the_docs_runs(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "inspect.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    loaded = loading.load(loading.find_source(str(world / "moe")), "lm")
+    news, lines = some_texts(6).values()
+    exec(code, {"model": loaded.model, "tokenizer": loaded.tokenizer, "news": news, "code": lines})
+    assert "layer 0" in capsys.readouterr().out
+
+
 def test_a_run_is_none(world: Path, tmp_path: Path) -> None:
     inspect_to(quick(world), tmp_path / "runs" / "inspected")
     assert find_runs([tmp_path / "runs"]) == []
@@ -129,11 +147,12 @@ def inspection_page_text(result: dict[str, Any]) -> str:
 
 def counting(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None] = lambda n: None) -> list[int]:
     """Every unit that is measured, in a list; ``before`` is called with how many were."""
-    measured, own = [], Meter.measure
+    measured: list[int] = []
+    own = Meter.measure
 
     def measure(self: Meter, encoded: Any, unit: Any) -> Any:
         before(len(measured))
-        measured.append(unit.texts)
+        measured.append(len(unit.texts))
         return own(self, encoded, unit)
 
     monkeypatch.setattr(Meter, "measure", measure)
@@ -144,7 +163,10 @@ def test_interrupted_it_goes_on_and_gives_the_same(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, whole = inspect_to(quick(world), tmp_path / "whole")
-    out, command = tmp_path / "out", ["inspect", str(world / "moe"), "--data", str(world / "texts.jsonl"), *QUICK]
+    out, command = (
+        tmp_path / "out",
+        ["inspect", str(world / "moe"), "--data", str(world / "texts.jsonl"), *QUICK],
+    )
 
     def stop(done: int) -> None:
         if done == 9:
@@ -175,7 +197,8 @@ def test_killed_it_goes_on(world: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "def measure(self, *args):\n    time.sleep(0.2)\n    return own(self, *args)\n"
         "Meter.measure = measure\nfrom gar.cli import main\nmain()"
     )
-    command = ["inspect", str(world / "moe"), "--data", str(world / "texts.jsonl"), *QUICK, "--out", str(out)]
+    data = str(world / "texts.jsonl")
+    command = ["inspect", str(world / "moe"), "--data", data, *QUICK, "--out", str(out)]
     process = subprocess.Popen([sys.executable, "-c", slow, *command], stderr=subprocess.DEVNULL)
     while not (out / "units" / "00002.safetensors").is_file():
         assert process.poll() is None
@@ -256,17 +279,18 @@ def test_tasks_of_a_yaml_file_are_groups(world: Path, tmp_path: Path) -> None:
         rows = [{"text": text, "more": "saw fig", "label": "ab"[i % 2]} for i, text in enumerate(found)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
         write_jsonl(tmp_path / f"{name}_train.jsonl", rows)
+    columns = {"fruit": "text", "tool": ["text", "more"]}
     tasks = [
-        {"name": "one", "train": "fruit_train.jsonl", "validation": "fruit.jsonl", "text": "text", "label": "label"},
-        {"name": "two", "train": "tool_train.jsonl", "validation": "tool.jsonl", "text": ["text", "more"], "label": "label"},
-    ]  # fmt: skip
+        {"name": name, "train": f"{name}_train.jsonl", "validation": f"{name}.jsonl", "text": text}
+        for name, text in columns.items()
+    ]
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"mixture": {"tasks": tasks}}))
     request = Request(str(world / "moe"), (str(tmp_path / "own.yaml"),), permutations=0)
     _, result = inspect_to(request, tmp_path / "out")
-    assert [group["name"] for group in result["groups"]] == ["one", "two"]
+    assert [group["name"] for group in result["groups"]] == ["fruit", "tool"]
     plain = [sum(len(text.split()) for text in found) for found in texts.values()]
     assert [g["tokens"] for g in result["groups"]] == [plain[0], plain[1] + 6 * 2]
-    with pytest.raises(gar.UserError, match="--group-by: the tasks of .* say this themselves"):
+    with pytest.raises(gar.UserError, match=r"--group-by: the tasks of .* say this themselves"):
         inspect_to(dataclasses.replace(request, group_by="x"), tmp_path / "other")
 
 
@@ -274,7 +298,9 @@ def test_a_classifier(tmp_path: Path) -> None:
     directory = save_moe(tmp_path / "moe", "mixtral", "SequenceClassification", num_labels=2)
     texts = some_texts(6)
     rows = [
-        {"text": text, "group": name, "label": i % 2} for name, own in texts.items() for i, text in enumerate(own)
+        {"text": text, "group": name, "label": i % 2}
+        for name, own in texts.items()
+        for i, text in enumerate(own)
     ]
     write_jsonl(tmp_path / "texts.jsonl", rows)
     request = Request(str(directory), (str(tmp_path / "texts.jsonl"),), permutations=0)
@@ -308,7 +334,8 @@ def adapted(world: Path, directory: Path) -> Any:
     base = loading.load(loading.find_source(str(world / "moe")), "lm").model
     base.config._name_or_path = str(world / "moe")
     config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        r=2, target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         modules_to_save=["gate"],
     )  # fmt: skip
     model = peft.get_peft_model(base, config)
@@ -320,7 +347,6 @@ def adapted(world: Path, directory: Path) -> Any:
     return model.merge_and_unload()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_adapter_is_merged(world: Path, tmp_path: Path) -> None:
     merged = adapted(world, tmp_path / "adapter")
     plain = inspect(merged, some_texts(12), word_tokenizer(), permutations=0)
@@ -341,7 +367,9 @@ def test_an_adapter_without_peft_is_one_line(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(gar.UserError, match="an adapter needs peft, which is not installed; pip install peft"):
+    with pytest.raises(
+        gar.UserError, match="an adapter needs peft, which is not installed; pip install peft"
+    ):
         inspect_to(Request(str(tmp_path), ("x.jsonl",)))
 
 
@@ -375,8 +403,7 @@ def _made(root: Path, world: Path) -> dict[str, str]:
     broken = root / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
-    named = {"root": str(root), "moe": str(world / "moe"), "texts": str(world / "texts.jsonl")}
-    return named
+    return {"root": str(root), "moe": str(world / "moe"), "texts": str(world / "texts.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -399,16 +426,25 @@ def made(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
         ("{moe} --data {texts} --loss classification", "moe has no classification head; expected --loss lm"),
         ("{moe} --data {texts} --label x", "--label x: a language model has no classes"),
         ("{moe} --data {texts} --device cude", "device is 'cude'"),
-        ("{moe} --data {texts} --group-by grop", "no key 'grop'; found text, group; did you mean 'group'?"),
-        ("{moe} --data {texts} --text txt", "no key 'txt'; found text, group; did you mean 'text'?"),
-        ("{moe} --data {texts} --max-bytes 1000", "max_bytes is 1000, too little for 24 units of texts and 8"),
+        (
+            "{moe} --data {texts} --group-by grop",
+            "no key 'grop'; found 'text', 'group'; did you mean 'group'?",
+        ),
+        ("{moe} --data {texts} --text txt", "no key 'txt'; found 'text', 'group'; did you mean 'text'?"),
+        (
+            "{moe} --data {texts} --max-bytes 1000",
+            "max_bytes is 1000, too little for 24 units of texts and 8",
+        ),
         ("{moe} --data {texts} --max-texts 0", "Invalid value for '--max-texts'"),
         ("{moe} --data {root}/txts.jsonl", "txts.jsonl: no such file"),
         ("{moe} --data {root}/empty", "empty: no .jsonl, .csv, .tsv, .parquet or .txt file in it"),
         ("{moe} --data {root}/texts.xlsx", "unknown extension '.xlsx'"),
         ("{moe} --data {root}/none.jsonl", "none.jsonl: no rows; expected texts"),
         ("{moe} --data {root}/blank.jsonl", "blank.jsonl: every text is empty"),
-        ("{moe} --data {root}/bad.jsonl", "bad.jsonl, line 2: column 'text' holds 3 (int), expected a string"),
+        (
+            "{moe} --data {root}/bad.jsonl",
+            "bad.jsonl, line 2: column 'text' holds 3 (int), expected a string",
+        ),
         ("{moe} --data {root}/both.jsonl", "columns 'group' and 'task' may both be groups"),
         ("{moe} --data {root}/many.jsonl --group-by id", "column 'id' has more than 100 different values"),
         ("{moe} --data {root}/chat.jsonl", "the tokenizer has no chat template"),
@@ -428,7 +464,7 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(
     assert (code, captured.out) == (2, "")
     assert len(lines) == 1
     assert message in lines[0]
-    assert not (out / "result.json").exists()
+    assert not out.exists()
 
 
 def test_a_model_whose_weights_lack_something_is_refused(tmp_path: Path) -> None:
@@ -446,9 +482,20 @@ def test_a_full_disk_is_one_line(world: Path, tmp_path: Path, monkeypatch: pytes
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device", "units/00000.safetensors")
 
-    monkeypatch.setattr(running.Files, "put", full)
+    monkeypatch.setattr(Files, "put", full)
     with pytest.raises(gar.UserError, match="No space left on device; complete files are kept"):
         inspect_to(quick(world), tmp_path / "out")
+
+
+def test_what_was_begun_without_a_unit_is_no_beginning(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "_forget", lambda path, new: None)  # as if killed
+        with pytest.raises(gar.UserError, match="max_bytes is 9"):
+            inspect_to(quick(world, max_bytes=9), tmp_path / "out")
+    assert (tmp_path / "out" / "inspection.json").is_file()
+    assert inspect_to(quick(world), tmp_path / "out")[1]["permutations"] == 19
 
 
 # --------------------------------------------------------------------------------------------------
@@ -495,12 +542,12 @@ DEAD = [[50, 50, 0, 0], [50, 50, 0, 0]]
         (inspection(layer(0, HIGH), layer(1, LOW, 0.25)), "Layer 1: few experts do most of the work"),
         (
             inspection(layer(0, HIGH), *(layer(n, LOW) for n in (3, 4, 5, 7))),
-            "Layers 3–5 and 7 balance their load but mix groups: NMI no higher than for shuffled labels; training "
-            "the router with GAR acts on these.",
+            "Layers 3–5 and 7 balance their load but mix groups: NMI no higher than for shuffled labels; "
+            "training the router with GAR acts on these.",
         ),
         (
             inspection(layer(0, HIGH), layer(2, LOW, conflict=HIGH)),
-            "Layer 2 balances its load but mixes groups: NMI no higher than for shuffled labels, and in layer 2 "
+            "Layer 2 balances its load but mixes groups: NMI no higher than for shuffled labels, and there "
             "the groups' gradients cancel more than by chance; training the router with GAR acts on it.",
         ),
         (inspection(layer(0, HIGH), layer(1, LITTLE)), "Layer 1: experts tell the groups apart more than by"),
@@ -508,7 +555,10 @@ DEAD = [[50, 50, 0, 0], [50, 50, 0, 0]]
             inspection(layer(0, HIGH), layer(1, dataclasses.replace(HIGH, value=0.3))),
             "Experts of every layer tell the groups apart, least in layer 0 (NMI 0.120): nothing here asks",
         ),
-        (inspection(layer(0, HIGH), layer(1, LOW, 0.75)), "Layer 1: NMI is no higher than for shuffled labels,"),
+        (
+            inspection(layer(0, HIGH), layer(1, LOW, 0.75)),
+            "Layer 1: NMI is no higher than for shuffled labels,",
+        ),
     ],
 )
 def test_the_last_sentence_follows_the_rules(found: Inspection, said: str) -> None:
@@ -519,7 +569,8 @@ def test_findings_say_what_the_numbers_carry_and_no_more() -> None:
     said = findings(inspection(layer(0, HIGH, conflict=HIGH), layer(1, LOW, counts=DEAD), layer(2, LOW)))
     assert said == [
         "Experts 2 and 3 of layer 1: never selected (an even share would be 50 of 200 selections).",
-        "Layers 1 and 2: the load is balanced, but groups are mixed (NMI no higher than for shuffled labels).",
+        "Layers 1 and 2: the load is balanced, but groups are mixed (NMI no higher than for shuffled "
+        "labels).",
         "Layer 0: which expert is chosen tells something about the group (NMI 0.120, above shuffled labels).",
         "No layer has a gradient-mass purity above shuffled labels.",
         "Layer 0: conflict 0.120, above shuffled labels.",
@@ -537,18 +588,31 @@ def test_layers_without_a_number_of_their_own_go_by_name() -> None:
 
 
 def test_the_page_of_one_group_and_of_many_experts(tmp_path: Path) -> None:
-    plain = dataclasses.replace(layer(0, Chance(0.0)), gradient_mass_purity=Chance(1.0), cancelled_energy=Chance(0.0))
+    plain = dataclasses.replace(
+        layer(0, Chance(0.0)), gradient_mass_purity=Chance(1.0), cancelled_energy=Chance(0.0)
+    )
     many = dataclasses.replace(
-        plain, layer=1, experts=40, counts=np.full((1, 40), 9), load=np.full((1, 40), 1 / 40), cosines=np.eye(1)
+        plain,
+        layer=1,
+        experts=40,
+        counts=np.full((1, 40), 9),
+        load=np.full((1, 40), 1 / 40),
+        cosines=np.eye(1),
     )
     single = dataclasses.replace(plain, load=np.full((1, 4), 0.25), cosines=np.eye(1))
-    overall: dict[str, Any] = {"nmi": Chance(0.0), "gradient_mass_purity": Chance(1.0), "cancelled_energy": Chance(0.0)}
+    overall: dict[str, Any] = {
+        "nmi": Chance(0.0),
+        "gradient_mass_purity": Chance(1.0),
+        "cancelled_energy": Chance(0.0),
+    }
     overall |= dict.fromkeys(
         ("utilization", "load_variance", "normalized_entropy", "ari", "intra_expert_coherence"), 0.0
     )
     for name, layers in (("same", [many, dataclasses.replace(many, layer=2)]), ("different", [single, many])):
         found = dataclasses.replace(
-            inspection(*layers, groups=1, tells=False, permutations=0), overall=overall, verdict="One <group>."
+            inspection(*layers, groups=1, tells=False, permutations=0),
+            overall=overall,
+            verdict="One <group>.",
         )
         files = write_inspection(found.to_dict(), tmp_path / name)
         page = files["inspect.html"].read_text(encoding="utf-8")

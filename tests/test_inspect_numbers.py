@@ -50,7 +50,7 @@ def group_gradients(model: Any, texts: Mapping[str, Sequence[str]]) -> list[np.n
     sites = find_sites(model)
     found: list[list[np.ndarray]] = [[] for _ in sites]
     for own in texts.values():
-        total, count = [0.0 for _ in sites], 0
+        total, count = [np.zeros(()) for _ in sites], 0
         for text in own:
             loss, losses = text_loss(model, text)
             count += losses
@@ -71,10 +71,14 @@ def routed(model: Any, texts: Mapping[str, Sequence[str]]) -> list[dict[str, Any
         for _ in layers
     ]
     seen: dict[int, Tensor] = {}
-    handles = [
-        layer.mlp.register_forward_pre_hook(lambda m, args, n=n: seen.__setitem__(n, args[0].detach()))
-        for n, layer in enumerate(layers)
-    ]
+
+    def see(number: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen[number] = args[0].detach()
+
+        return hook
+
+    handles = [layer.mlp.register_forward_pre_hook(see(n)) for n, layer in enumerate(layers)]
     for t, own in enumerate(texts.values()):
         for text in own:
             model(input_ids=torch.tensor([TOKENIZER(text)["input_ids"]]))
@@ -137,7 +141,9 @@ def check_gradients(layer: Any, twin: np.ndarray, tolerance: float) -> None:
     rows = twin.reshape(len(twin), -1)
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     same(layer.cosines, rows @ rows.T, tolerance)
-    mass = [max(norms[:, e]) / sum(norms[:, e]) if sum(norms[:, e]) > 1e-12 else 0 for e in range(norms.shape[1])]
+    mass = [
+        max(norms[:, e]) / sum(norms[:, e]) if sum(norms[:, e]) > 1e-12 else 0 for e in range(norms.shape[1])
+    ]
     same(layer.gradient_mass_purity.value, np.mean(mass), tolerance)
     same(layer.intra_expert_coherence, gar.metrics.intra_expert_coherence(twin), 10 * tolerance)
     same(layer.inter_expert_similarity, gar.metrics.inter_expert_similarity(twin), 10 * tolerance)
@@ -175,11 +181,12 @@ def test_losses_are_means_over_tokens(olmoe: Any, found: Inspection) -> None:
 
 def test_batches_units_and_the_order_of_groups_change_nothing(olmoe: Any, found: Inspection) -> None:
     swapped = dict(reversed(THREE.items()))
-    for texts, options in (
+    cases: list[tuple[dict[str, list[str]], dict[str, Any]]] = [
         (THREE, {"batch_tokens": 1}),
         (THREE, {"batch_tokens": 10_000, "group_size": 3}),
         (swapped, {"seed": 5}),
-    ):
+    ]
+    for texts, options in cases:
         other = inspect(olmoe, texts, TOKENIZER, permutations=0, **options)
         order = [list(texts).index(name) for name in THREE]
         for layer, own in zip(other.layers, found.layers, strict=True):
@@ -291,9 +298,7 @@ def test_shuffles_keep_sizes_and_losses() -> None:
 @pytest.mark.parametrize("groups", [[0, 1], [0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 1, 2], [0, 0, 0, 0]])
 def test_arrangements_are_counted_up_to_the_names_of_groups(groups: list[int]) -> None:
     def partition(labels: Sequence[int]) -> frozenset[frozenset[int]]:
-        return frozenset(
-            frozenset(i for i, x in enumerate(labels) if x == t) for t in range(max(groups) + 1)
-        )
+        return frozenset(frozenset(i for i, x in enumerate(labels) if x == t) for t in range(max(groups) + 1))
 
     different = {partition(order) for order in itertools.permutations(groups)}
     own = Assignment(np.array(groups), np.ones(len(groups), int), max(groups) + 1)
@@ -434,7 +439,9 @@ def test_with_128_experts_no_tensor_is_larger_than_one_slot_of_one_layer() -> No
     budget = 16 * 2 * 128 * 64 * 4
     sizes = []
     with Largest() as seen:
-        found = inspect(model, texts, TOKENIZER, permutations=9, max_bytes=budget, progress=lambda *a: sizes.append(a))
+        found = inspect(
+            model, texts, TOKENIZER, permutations=9, max_bytes=budget, progress=lambda *a: sizes.append(a)
+        )
     slot = 128 * 2 * 16 * 16
     assert found.dimension == 64
     assert seen.numbers <= slot
@@ -460,7 +467,8 @@ def test_one_group(olmoe: Any) -> None:
     assert "one group" in found.verdict
     assert found.permutations == 0
     for layer in found.layers:
-        assert (layer.nmi.value, layer.nmi.p, layer.cancelled_energy.value) == (0.0, None, pytest.approx(0))
+        assert (layer.nmi.value, layer.nmi.p) == (0.0, None)
+        assert layer.cancelled_energy.value == pytest.approx(0)
         assert layer.norms.shape == (1, 4)
 
 

@@ -13,7 +13,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-KINDS = {"fruit": ("apple", "pear", "plum", "fig", "kiwi", "lime"), "tool": ("saw", "axe", "file", "vice", "drill")}
+KINDS = {
+    "fruit": ("apple", "pear", "plum", "fig", "kiwi", "lime"),
+    "tool": ("saw", "axe", "file", "vice", "drill"),
+}
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -69,5 +72,7 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def write_texts(path: Path, texts: Mapping[str, Sequence[str]], column: str = "group") -> Path:
     """One JSONL file, the groups mixed."""
-    rows = [(i, {"text": text, column: name}) for name, found in texts.items() for i, text in enumerate(found)]
+    rows = [
+        (i, {"text": text, column: name}) for name, found in texts.items() for i, text in enumerate(found)
+    ]
     return write_jsonl(path, [row for _, row in sorted(rows, key=lambda entry: entry[0])])

@@ -69,11 +69,10 @@ def verdict(found: Inspection) -> str:
         return _cannot_tell(found)
     if mixed := _mixed(found):
         cancelling = [layer for layer in mixed if layer.cancelled_energy.above]
-        more = (
-            f", and in {_listed(cancelling)} the groups' gradients cancel more than by chance"
-            if cancelling
-            else ""
-        )
+        more = ""
+        if cancelling:
+            where = "there" if cancelling == mixed else f"in {_listed(cancelling)}"
+            more = f", and {where} the groups' gradients cancel more than by chance"
         balance, mix = ("balances its", "mixes") if len(mixed) == 1 else ("balance their", "mix")
         act = "it" if len(mixed) == 1 else "these"
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,8 @@ def _finished(path: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
                 f"{path}: holds something else; expected a new directory, or an inspection (--out)"
             )
         return None
+    if not (path / RESULT).is_file() and not (path / UNITS).is_dir():
+        return None  # nothing was measured for it
     for key in dict.fromkeys([*facts, *known]):
         if known.get(key) != facts.get(key):
             if key.startswith("the "):
@@ -188,13 +190,17 @@ def _finished(path: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
 @contextmanager
 def _held(path: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     """The directory, held by this process, with the request in it."""
+    new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with FileLock(path / LOCK).acquire(timeout=0):
             done = _finished(path, facts)  # again, since nobody else can change it now
             if done is None:
                 write_json(path / INSPECTION, facts)
-            yield done
+            try:
+                yield done
+            finally:
+                _forget(path, new)
     except Timeout:
         raise UserError(f"{path}: another process is running in this directory") from None
     except OSError as error:
@@ -202,3 +208,13 @@ def _held(path: Path, facts: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
             raise
         where = error.filename or path
         raise UserError(f"{where}: {error.strerror or error}; complete files are kept") from error
+
+
+def _forget(path: Path, new: bool) -> None:
+    """Where nothing was measured, the directory is as it was before."""
+    if not (path / RESULT).is_file() and not (path / UNITS).is_dir():
+        with suppress(OSError):
+            for name in (INSPECTION, LOCK):
+                (path / name).unlink(missing_ok=True)
+            if new:
+                path.rmdir()
