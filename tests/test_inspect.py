@@ -608,7 +608,8 @@ def test_the_page_of_one_group_and_of_many_experts(tmp_path: Path) -> None:
     overall |= dict.fromkeys(
         ("utilization", "load_variance", "normalized_entropy", "ari", "intra_expert_coherence"), 0.0
     )
-    for name, layers in (("same", [many, dataclasses.replace(many, layer=2)]), ("different", [single, many])):
+    other = dataclasses.replace(many, layer=2, load=np.arange(40)[None] / 780)
+    for name, layers in (("same", [many, other]), ("different", [single, many])):
         found = dataclasses.replace(
             inspection(*layers, groups=1, tells=False, permutations=0),
             overall=overall,

@@ -85,11 +85,11 @@ def routed(model: Any, texts: Mapping[str, Sequence[str]]) -> list[dict[str, Any
             for n, layer in enumerate(layers):
                 shares = np.zeros(experts)
                 for hidden in seen[n][0]:
-                    p = torch.softmax(layer.mlp.gate.weight.detach() @ hidden, 0)
-                    for e in sorted(range(experts), key=lambda e, p=p: -float(p[e]))[:2]:
+                    p = torch.softmax(layer.mlp.gate.weight.detach() @ hidden, 0).tolist()
+                    for e in sorted(range(experts), key=p.__getitem__)[-2:]:
                         found[n]["counts"][t, e] += 1
-                        found[n]["gates"][e] += float(p[e])
-                        shares[e] += float(p[e])
+                        found[n]["gates"][e] += p[e]
+                        shares[e] += p[e]
                 found[n]["q"][t].append(shares / shares.sum())
     for handle in handles:
         handle.remove()

@@ -93,7 +93,11 @@ def test_a_large_group_is_drawn_evenly_and_alike_whatever_else_is_there(tmp_path
 
 
 def test_labels_are_kept_by_name(tmp_path: Path) -> None:
-    rows = [{"text": "x", "label": 1.0}, {"text": "y", "label": "good"}, {"text": "z", "label": True}]
+    rows: list[dict[str, Any]] = [
+        {"text": "x", "label": 1.0},
+        {"text": "y", "label": "good"},
+        {"text": "z", "label": True},
+    ]
     found = read_grouped([write_jsonl(tmp_path / "x.jsonl", rows)], label="label")
     assert found.labels == [("1", None), ("good", None), ("true", None)]
     with pytest.raises(
