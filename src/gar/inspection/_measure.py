@@ -140,6 +140,9 @@ class Meter:
             LayerRecord(tally.counts, tally.gates, tally.shares, tally.entropy, rows)
             for tally, rows in zip(tallies, self._rows, strict=True)
         ]
+        for site, rows in zip(self._sites, self._rows, strict=True):
+            if not bool(torch.isfinite(rows).all()):
+                raise UserError(f"{site.name}: the gradient is not finite; {_PRECISION}")
         self._rows = []
         return UnitRecord(len(unit.texts), sum(lengths[i] for i in unit.texts), losses, total, found)
 
@@ -147,8 +150,6 @@ class Meter:
         """The gradient of a slot is there: into the rows of its layer, and freed."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if not bool(torch.isfinite(gradient).all()):
-            raise UserError(f"{self._sites[number].name}: the gradient of {slot} is not finite; {_PRECISION}")
         self._reducers[number].add(self._rows[number], slot, gradient, self._scale)
 
     def _batch(self, encoded: Encoded, batch: Sequence[int], tallies: Sequence[_Tally]) -> tuple[int, float]:

@@ -24,7 +24,7 @@ class Reducer:
     """Rows of the gradient of experts with one template: ``reduce`` a slot's gradient, add up over slots.
 
     With ``dimension`` s None a row is the whole gradient, its slots side by side. Else it is a count sketch:
-    the numbers are permuted, get random signs, and are added up in s equal heaps. The expectation of the
+    the numbers get random signs and are added up in s random heaps of one size. The expectation of the
     inner product of two sketches <Sx, Sy> over the signs is <x, y>, with a standard error of at most
     ``sqrt((|x|^2 |y|^2 + <x, y>^2) / s)``; sketches of sums are sums of sketches.
     """
@@ -52,26 +52,22 @@ class Reducer:
             place = rows[:, self._offsets[slot] :][:, : flat.shape[1]]
             place.add_(accurate(flat).to(rows), alpha=scale)
             return
-        order, signs = self._map(slot, flat.device)
-        step = max(1, CHUNK_BYTES // (4 * len(order)))
+        heap, signs = self._map(slot, flat.device)
+        step = max(1, CHUNK_BYTES // (4 * len(heap)))
         for start in range(0, len(flat), step):
             part = accurate(flat[start : start + step])
-            mixed = part.index_select(1, order).mul_(signs)
-            # The heaps are strided: what is left over is spread over the first ones.
-            heaps = part.new_zeros(len(part), self.dimension)
-            whole = mixed.shape[1] // self.dimension * self.dimension
-            heaps += mixed[:, :whole].reshape(len(part), -1, self.dimension).sum(1)
-            heaps[:, : mixed.shape[1] - whole] += mixed[:, whole:]
+            heaps = part.new_zeros(len(part), self.dimension).index_add_(1, heap, part * signs)
             rows[start : start + step].add_(heaps.to(rows), alpha=scale)
 
     def _map(self, slot: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A permutation of a slot's numbers, and their signs; drawn on the host, the same on every device."""
+        """The heap and the sign of every number of a slot; drawn on the host, the same on every device."""
         if (slot, device) not in self._maps:
+            assert self.dimension is not None
             size, place = self.template[slot], list(self.template).index(slot)
             draw = torch.Generator().manual_seed(self._seed * len(self.template) + place)
-            order = torch.randperm(size, generator=draw)
+            heap = torch.randperm(size, generator=draw) % self.dimension
             signs = torch.randint(0, 2, (size,), generator=draw, dtype=torch.int8) * 2 - 1
-            self._maps[slot, device] = order.to(device), signs.to(device)
+            self._maps[slot, device] = heap.to(device), signs.to(device)
         return self._maps[slot, device]
 
 
