@@ -233,8 +233,7 @@ class OwnModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         x = self.embed(input_ids)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        output, _ = self.bank(x, mask=mask.bool())
+        output, _ = self.bank(x)  # padding is routed too; an inspection leaves it out
 
         class Output:
             logits = self.head(x + output)
@@ -248,6 +247,7 @@ def test_banks_of_our_own_are_layers_too() -> None:
         parameter.data.normal_(0, 0.5)
     found = inspect(model.eval(), THREE, TOKENIZER, permutations=0)
     (layer,) = found.layers
+    assert layer.counts.sum() == 2 * sum(group.tokens for group in found.groups)
     assert (layer.name, layer.layer, layer.experts) == ("bank", None, 3)
     (twin,) = group_gradients(model, THREE)
     check_gradients(layer, twin, 1e-8)

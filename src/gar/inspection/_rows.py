@@ -17,7 +17,7 @@ LARGEST = 4096
 #: Fewer would be of none: 18 %.
 SMALLEST = 64
 #: What a sketch copies at a time.
-CHUNK_BYTES = 2**26
+CHUNK_BYTES = 2**23
 
 
 class Reducer:
