@@ -28,6 +28,7 @@ from gar.inspection import run as running
 from gar.inspection._measure import Meter
 from gar.inspection._store import Files
 from gar.inspection._words import findings, ranges, verdict
+from gar.inspection.inspect import AVERAGED
 from gar.report.inspection import inspection_page, write_inspection
 from gar.runs.reading import find_runs
 from support.pages import read
@@ -510,10 +511,12 @@ def layer(number: int, nmi: Chance, used: float = 1.0, counts: Any = None, confl
     table = np.full((2, 4), 50) if counts is None else np.array(counts)
     return Layer(
         name=f"layers.{number}.mlp", layer=number, experts=4, top_k=2.0, parameters=9, counts=table,
-        load=np.full((2, 4), 0.25), gate=np.ones(4), load_variance=0.0, utilization=used, entropy=1.0,
-        normalized_entropy=0.7, ari=0.0, structure_purity=0.5, norms=np.ones((2, 4)), cosines=np.eye(2),
-        cancelled=np.zeros(4), intra_expert_coherence=0.0, inter_expert_similarity=0.0, nmi=nmi,
-        gradient_mass_purity=LOW, cancelled_energy=conflict,
+        load=np.full((2, 4), 0.25), gate=np.ones(4), load_variance=0.0, utilization=1.0,
+        effective_experts=used, entropy=1.0, normalized_entropy=0.7, ari=0.0,
+        structure_purity=0.5, norms=np.ones((2, 4)), cosines=np.eye(2),
+        cancelled=np.zeros(4), gradient_mass_purity=0.5, gradient_mass_floor=0.5, nmi=nmi,
+        intra_expert_coherence=0.0, inter_expert_similarity=0.0,
+        purity_above_floor=LOW, cancelled_energy=conflict,
     )  # fmt: skip
 
 
@@ -572,8 +575,8 @@ def test_findings_say_what_the_numbers_carry_and_no_more() -> None:
         "Layers 1 and 2: the load is balanced, but groups are mixed (NMI no higher than for shuffled "
         "labels).",
         "Layer 0: which expert is chosen tells something about the group (NMI 0.120, above shuffled labels).",
-        "No layer has a gradient-mass purity above shuffled labels.",
-        "Layer 0: conflict 0.120, above shuffled labels.",
+        "In no layer purity above its floor beyond that of shuffled labels.",
+        "Layer 0: conflict 0.120, beyond shuffled labels.",
     ]
     few = findings(inspection(layer(0, LOW, counts=[[1, 1, 0, 0], [0, 0, 0, 0]]), tells=False))
     assert few[0] == "Layer 0: too few tokens to call an expert dead; give more texts."
@@ -589,7 +592,7 @@ def test_layers_without_a_number_of_their_own_go_by_name() -> None:
 
 def test_the_page_of_one_group_and_of_many_experts(tmp_path: Path) -> None:
     plain = dataclasses.replace(
-        layer(0, Chance(0.0)), gradient_mass_purity=Chance(1.0), cancelled_energy=Chance(0.0)
+        layer(0, Chance(0.0)), purity_above_floor=Chance(0.0), cancelled_energy=Chance(0.0)
     )
     many = dataclasses.replace(
         plain,
@@ -602,12 +605,10 @@ def test_the_page_of_one_group_and_of_many_experts(tmp_path: Path) -> None:
     single = dataclasses.replace(plain, load=np.full((1, 4), 0.25), cosines=np.eye(1))
     overall: dict[str, Any] = {
         "nmi": Chance(0.0),
-        "gradient_mass_purity": Chance(1.0),
+        "purity_above_floor": Chance(0.0),
         "cancelled_energy": Chance(0.0),
     }
-    overall |= dict.fromkeys(
-        ("utilization", "load_variance", "normalized_entropy", "ari", "intra_expert_coherence"), 0.0
-    )
+    overall |= dict.fromkeys(AVERAGED, 0.0)
     other = dataclasses.replace(many, layer=2, load=np.arange(40)[None] / 780)
     for name, layers in (("same", [many, other]), ("different", [single, many])):
         found = dataclasses.replace(

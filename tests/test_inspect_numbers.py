@@ -144,7 +144,11 @@ def check_gradients(layer: Any, twin: np.ndarray, tolerance: float) -> None:
     mass = [
         max(norms[:, e]) / sum(norms[:, e]) if sum(norms[:, e]) > 1e-12 else 0 for e in range(norms.shape[1])
     ]
-    same(layer.gradient_mass_purity.value, np.mean(mass), tolerance)
+    same(layer.gradient_mass_purity, np.mean(mass), tolerance)
+    floor = norms.sum(1).max() / norms.sum()
+    same(layer.gradient_mass_floor, floor, tolerance)
+    own = [share for share in mass if share]
+    same(layer.purity_above_floor.value, (np.mean(own) - floor) / (1 - floor), 10 * tolerance)
     same(layer.intra_expert_coherence, gar.metrics.intra_expert_coherence(twin), 10 * tolerance)
     same(layer.inter_expert_similarity, gar.metrics.inter_expert_similarity(twin), 10 * tolerance)
 
@@ -278,10 +282,11 @@ def test_every_assignment_of_labels_is_computed_from_inner_products_alone() -> N
             table[t] = sum(seen.counts[m] for m in members)
             gradients[t] = sum(rows[m] for m in members) / sum(other.losses[m] for m in members)
         norms = np.linalg.norm(gradients, axis=2)
+        floor = norms.sum(1).max() / norms.sum()
         left, whole = (gradients.sum(0) ** 2).sum(), (norms.sum(0) ** 2).sum()
         expected = {
             "nmi": gar.metrics.normalized_mutual_information(table),
-            "gradient_mass_purity": np.mean(norms.max(0) / norms.sum(0)),
+            "purity_above_floor": (np.mean(norms.max(0) / norms.sum(0)) - floor) / (1 - floor),
             "cancelled_energy": 1 - left / whole,
         }
         assert compared(seen, other) == pytest.approx(expected, rel=1e-9)
@@ -341,7 +346,7 @@ def test_two_kinds_of_words_are_told_apart_and_random_groups_are_not(olmoe: Any)
     mixed = inspect(olmoe, halves, TOKENIZER)
     for layer in mixed.layers:
         assert not layer.nmi.above
-        assert not layer.gradient_mass_purity.above
+        assert not layer.purity_above_floor.above
         assert not layer.cancelled_energy.above
 
 

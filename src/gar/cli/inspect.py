@@ -22,8 +22,8 @@ from gar.report import write_inspection
 from gar.report.inspection import COMPARED, layer_title, measured
 
 CAPTION = (
-    "In brackets: what 97.5 % of shuffled labels do not exceed. *: above shuffled labels at the 5 % level, "
-    "all layers together."
+    "eff: share of experts in effect. Purity: above its floor. In brackets: what 97.5 % of shuffled labels "
+    "do not exceed. *: above shuffled labels at the 5 % level, all layers together."
 )
 
 
@@ -102,9 +102,9 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     say(f"{result['model']} ({result['architecture']})", "bold")
     for line in [*measured(result), *result["notes"]]:
         say(line, "dim")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("layer", no_wrap=True)
-    for heading in ("E", "util", "dead", "entr.", "NMI", "purity", "conflict"):
+    for heading in ("E", "eff", "util", "dead", "entr.", "NMI", "purity", "conflict"):
         table.add_column(heading, justify="right", no_wrap=True)
     for layer in result["layers"]:
         table.add_row(*_cells(layer_title(layer).removeprefix("layer "), layer, str(layer["experts"])))
@@ -125,6 +125,7 @@ def _cells(name: str, numbers: Mapping[str, Any], experts: str) -> list[str]:
     cells = [
         escape(name),
         experts,
+        f"{numbers['effective_experts']:.2f}",
         f"{numbers['utilization']:.2f}",
         "" if dead is None else str(len(dead)),
         f"{numbers['normalized_entropy']:.2f}",

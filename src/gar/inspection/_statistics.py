@@ -20,7 +20,7 @@ LEVEL = 0.05
 BAND = (2.5, 97.5)
 ROUNDING = 1e-9
 #: Numbers that are compared with shuffled labels.
-COMPARED = ("nmi", "gradient_mass_purity", "cancelled_energy")
+COMPARED = ("nmi", "purity_above_floor", "cancelled_energy")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def compared(units: LayerUnits, assignment: Assignment) -> dict[str, float]:
     gram = group_gram(units, assignment)
     found = (
         metrics.normalized_mutual_information(assignment.sums(units.counts)),
-        metrics.gradient_mass_purity(norms(gram)),
+        metrics.purity_above_floor(norms(gram)),
         metrics.cancelled_energy(gram=gram),
     )
     return dict(zip(COMPARED, found, strict=True))

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from gar.inspection.result import Inspection, Layer
 
-#: A layer's load is balanced where this share of the experts has at least half of an even share.
-BALANCED = 0.9
-#: It is uneven where fewer than this have.
-UNEVEN = 0.5
+#: A layer's load is balanced from this share of experts in effect on, as in a diagnosis, and uneven below
+#: the second.
+BALANCED, UNEVEN = 0.8, 0.5
 #: From this share of a layer's experts on, dead ones are what to look at first.
 DEAD = 0.1
 #: Numbers, or layers with dead experts, that a sentence lists.
@@ -31,8 +30,8 @@ def findings(found: Inspection) -> list[str]:
         said.append(f"{_where(dead[SHOWN:])}: more experts that were never selected.")
     if few := [layer for layer in found.layers if layer.few_tokens]:
         said.append(f"{_where(few)}: too few tokens to call an expert dead; give more texts.")
-    if uneven := [layer for layer in found.layers if layer.utilization < UNEVEN]:
-        said.append(f"{_where(uneven)}: most experts have less than half of an even share of the load.")
+    if uneven := [layer for layer in found.layers if layer.effective_experts < UNEVEN]:
+        said.append(f"{_where(uneven)}: fewer than half of the experts are in effect.")
     if not found.tells:
         return [*said, _cannot_tell(found)]
     mixed, apart = _mixed(found), [layer for layer in found.layers if layer.nmi.above]
@@ -43,11 +42,11 @@ def findings(found: Inspection) -> list[str]:
             f"{_where(apart)}: which expert is chosen tells something about the group (NMI "
             f"{_span(apart, 'nmi')}, above shuffled labels)."
         )
-    for what, name in (("gradient_mass_purity", "gradient-mass purity"), ("cancelled_energy", "conflict")):
+    for what, name in (("purity_above_floor", "purity above its floor"), ("cancelled_energy", "conflict")):
         if higher := [layer for layer in found.layers if getattr(layer, what).above]:
-            said.append(f"{_where(higher)}: {name} {_span(higher, what)}, above shuffled labels.")
+            said.append(f"{_where(higher)}: {name} {_span(higher, what)}, beyond shuffled labels.")
         else:
-            said.append(f"No layer has a {name} above shuffled labels.")
+            said.append(f"In no layer {name} beyond that of shuffled labels.")
     return said
 
 
@@ -63,7 +62,7 @@ def verdict(found: Inspection) -> str:
             f"{count} of {total} experts were never selected, most of them in {worst.title} "
             f"({len(worst.dead)} of {worst.experts}): look there first; they do nothing on these texts."
         )
-    if uneven := [layer for layer in found.layers if layer.utilization < UNEVEN]:
+    if uneven := [layer for layer in found.layers if layer.effective_experts < UNEVEN]:
         return f"{_where(uneven)}: few experts do most of the work; a balance loss acts on these."
     if not found.tells:
         return _cannot_tell(found)
@@ -102,7 +101,7 @@ def _dead(found: Inspection) -> list[Layer]:
 
 
 def _mixed(found: Inspection) -> list[Layer]:
-    return [x for x in found.layers if x.utilization >= BALANCED and not x.nmi.above]
+    return [x for x in found.layers if x.effective_experts >= BALANCED and not x.nmi.above]
 
 
 def _cannot_tell(found: Inspection) -> str:

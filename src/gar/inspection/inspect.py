@@ -213,7 +213,8 @@ def analyse(
 
 #: Numbers of a layer whose mean over layers is given.
 AVERAGED = (
-    "load_variance", "utilization", "entropy", "normalized_entropy", "ari", "structure_purity",
+    "load_variance", "utilization", "effective_experts", "entropy", "normalized_entropy", "ari",
+    "structure_purity", "gradient_mass_purity", "gradient_mass_floor",
     "intra_expert_coherence", "inter_expert_similarity",
 )  # fmt: skip
 
@@ -236,11 +237,14 @@ def _numbers(site: Site, seen: LayerUnits, own: Assignment, texts: Any, tokens: 
         "gate": seen.gates.sum(0) / np.maximum(chosen, 1),
         "load_variance": metrics.load_variance(load),
         "utilization": metrics.utilization(load),
+        "effective_experts": metrics.effective_experts(load),
         "entropy": entropy,
         "normalized_entropy": entropy / math.log(site.experts) if site.experts > 1 else 0.0,
         "ari": metrics.adjusted_rand_index(counts),
         "structure_purity": metrics.structure_purity(counts),
         "norms": norms(gram),
+        "gradient_mass_purity": metrics.gradient_mass_purity(norms(gram)),
+        "gradient_mass_floor": metrics.gradient_mass_floor(norms(gram)),
         "cosines": metrics.task_cosines(gram=gram),
         "cancelled": np.array(metrics.cancelled_by_expert(gram=gram)),
         "intra_expert_coherence": metrics.intra_expert_coherence(gram=gram),

@@ -48,6 +48,7 @@ class Layer:
     gate: Floats
     load_variance: float
     utilization: float
+    effective_experts: float
     entropy: float
     normalized_entropy: float
     ari: float
@@ -55,10 +56,12 @@ class Layer:
     norms: Floats
     cosines: Floats
     cancelled: Floats
+    gradient_mass_purity: float
+    gradient_mass_floor: float
     intra_expert_coherence: float
     inter_expert_similarity: float
     nmi: Chance
-    gradient_mass_purity: Chance
+    purity_above_floor: Chance
     cancelled_energy: Chance
 
     @property

@@ -22,14 +22,14 @@ NAME = "inspect"
 #: What is compared with shuffled labels: key in result.json, heading, what its values mean.
 COMPARED = (
     ("nmi", "NMI", "0: the expert says nothing about the group"),
-    ("gradient_mass_purity", "gradient-mass purity", "largest group's share of an expert's gradient"),
+    ("purity_above_floor", "purity above floor", "0: all experts have one mix of the groups' gradients"),
     ("cancelled_energy", "conflict", "share of the gradient's energy that cancels inside the experts"),
 )
 CHANCE = (
     "In brackets: the middle 95 % of the same number with the groups' labels shuffled over units of texts. "
     "* marks values above shuffled labels at the 5 % level, over all layers together."
 )
-_COLORS = {"nmi": "#0072b2", "gradient_mass_purity": "#009e73", "cancelled_energy": "#d55e00"}
+_COLORS = {"nmi": "#0072b2", "purity_above_floor": "#009e73", "cancelled_energy": "#d55e00"}
 
 Result = Mapping[str, Any]
 
@@ -131,12 +131,15 @@ def _row(name: str, numbers: Result, experts: str, dead: int, **options: Any) ->
         "layer": name,
         "experts": experts,
         "dead": Cell(str(dead), dead),
+        "effective": Cell(f"{numbers['effective_experts']:.3f}", numbers["effective_experts"]),
         "utilization": Cell(f"{numbers['utilization']:.3f}", numbers["utilization"]),
         "load variance": Cell(f"{numbers['load_variance']:.5f}", numbers["load_variance"]),
         "entropy": Cell(f"{numbers['normalized_entropy']:.3f}", numbers["normalized_entropy"]),
     }
     for key, heading, _ in COMPARED:
         contents[heading] = Cell(chance_text(numbers[key]), numbers[key]["value"])
+    purity = numbers["gradient_mass_purity"]
+    contents["gradient-mass purity"] = Cell(f"{purity:.3f}", purity)
     contents["ARI"] = Cell(f"{numbers['ari']:.3f}", numbers["ari"])
     coherence = numbers["intra_expert_coherence"]
     contents["coherence in experts"] = Cell(f"{coherence:.3f}", coherence)
@@ -178,8 +181,8 @@ def _cosines(result: Result) -> Table:
 def _depth(result: Result, one: bool) -> Picture:
     caption = (
         "Each layer's value (dots, filled where above shuffled labels), and the middle 95 % under shuffled "
-        "labels (band; dashed: their mean). Utilization: share of the experts with at least half of an even "
-        "share of the load; entropy: of a text's gates, divided by log E."
+        "labels (band; dashed: their mean). Experts in effect: a share of all; entropy: of a text's gates, "
+        "divided by log E."
     )
     return Picture("depth", caption, depth(result, [] if one else [key for key, *_ in COMPARED]))
 
@@ -201,11 +204,12 @@ def depth(result: Result, compared: Sequence[str]) -> Figure:
         for x, chance in zip(at, found, strict=True):
             face = color if chance["above"] else "none"
             axes.plot([x], [chance["value"]], "o", color=color, markersize=4, markerfacecolor=face)
-        axes.set_ylim(0, 1.1 * max(1e-3, *values, *(chance["high"] or 0 for chance in found)))
+        ends = [*values, *(chance[end] or 0 for chance in found for end in ("low", "high"))]
+        axes.set_ylim(1.1 * min(0, *ends), 1.1 * max(1e-3, *ends))
         title(axes, next(heading for name, heading, _ in COMPARED if name == key), "layer")
     last = panels.axes[-1]
     for key, label, color, marker in (
-        ("utilization", "utilization", "#0072b2", "o"),
+        ("effective_experts", "experts in effect", "#0072b2", "o"),
         ("normalized_entropy", "entropy", "#e69f00", "s"),
     ):
         last.plot(at, [layer[key] for layer in layers], marker=marker, color=color, markersize=4, label=label)
