@@ -621,3 +621,14 @@ def test_the_page_of_one_group_and_of_many_experts(tmp_path: Path) -> None:
         check_page(page)
         assert "One &lt;group&gt;" in page
         assert ("different numbers of experts" in page) == (name == "different")
+
+
+def test_the_page_survives_long_and_odd_names_of_groups(tmp_path: Path) -> None:
+    overall: dict[str, Any] = dict.fromkeys(("nmi", "purity_above_floor", "cancelled_energy"), LOW)
+    overall |= dict.fromkeys(AVERAGED, 0.0)
+    found = inspection(*(layer(n, LOW) for n in range(5)))
+    groups = [Group("a$b_<i>" * 12, 1, 9, 2.0), Group("x|y\\z`*" * 12, 1, 9, 800.0)]
+    result = dataclasses.replace(found, groups=groups, overall=overall, notes=("n",)).to_dict()
+    files = write_inspection(result, tmp_path)
+    check_page(files["inspect.html"].read_text(encoding="utf-8"))
+    assert "<i>" not in files["inspect.md"].read_text(encoding="utf-8")

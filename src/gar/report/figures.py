@@ -141,11 +141,16 @@ def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
     return heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
 
 
-def heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, row: str = "task") -> Figure:
-    """One panel for each ``{title: {row: [E]}}`` with one colour scale, which turns at the uniform share."""
+def heatmaps(
+    tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, row: str = "task", least: int = 0
+) -> Figure:
+    """One panel for each ``{title: {row: [E]}}`` with one colour scale, which turns at the uniform share.
+
+    There is room for ``least`` rows.
+    """
     arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
     tasks, experts = next(iter(arrays.values())).shape
-    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * max(tasks, 4))
+    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * max(tasks, least))
     few = experts <= MANY
     uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
     norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)

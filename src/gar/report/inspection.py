@@ -19,6 +19,8 @@ from gar.report._write import markdown_page, write_files
 from gar.report.figures import heatmaps
 
 NAME = "inspect"
+#: Characters of a group's name beside a figure.
+LONGEST = 20
 #: What is compared with shuffled labels: key in result.json, heading, what its values mean.
 COMPARED = (
     ("nmi", "NMI", "0: the expert says nothing about the group"),
@@ -228,9 +230,12 @@ def _loads(result: Result) -> Picture:
         "Share of each group's load by expert; rows sum to 1. In every layer the experts are ordered by the "
         "group that uses them most, and keep their numbers. The line in the colour bar is an even share."
     )
-    names = [str(group["name"]) for group in result["groups"]]
+    full = [str(group["name"]) for group in result["groups"]]
+    names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in full]
+    if len(set(names)) < len(names):
+        names = full
     sizes = list(dict.fromkeys(layer["experts"] for layer in result["layers"]))
     if len(sizes) > 1:
         return Picture("load", caption, None, "the layers have different numbers of experts")
     tables = {layer_title(layer): dict(zip(names, layer["load"], strict=True)) for layer in result["layers"]}
-    return Picture("load", caption, heatmaps(tables, 3, "group"))
+    return Picture("load", caption, heatmaps(tables, 3, "group", least=4))
