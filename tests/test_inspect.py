@@ -330,7 +330,7 @@ def test_a_classifier(tmp_path: Path) -> None:
 
 
 def adapted(world: Path, directory: Path) -> Any:
-    """An adapter on attention, on experts and on the router, saved; returns the merged model."""
+    """An adapter on attention, on experts and on the router, saved; returns the model."""
     peft = pytest.importorskip("peft")
     base = loading.load(loading.find_source(str(world / "moe")), "lm").model
     base.config._name_or_path = str(world / "moe")
@@ -345,11 +345,13 @@ def adapted(world: Path, directory: Path) -> Any:
         if parameter.requires_grad:
             parameter.data.normal_(0, 0.3)
     model.save_pretrained(directory)
-    return model.merge_and_unload()
+    return model
 
 
 def test_an_adapter_is_merged(world: Path, tmp_path: Path) -> None:
-    merged = adapted(world, tmp_path / "adapter")
+    with pytest.raises(gar.UserError, match="has an adapter on its experts; expected it merged"):
+        inspect(adapted(world, tmp_path / "adapter"), some_texts(3), word_tokenizer())
+    merged = adapted(world, tmp_path / "adapter").merge_and_unload()
     plain = inspect(merged, some_texts(12), word_tokenizer(), permutations=0)
     data = (str(world / "texts.jsonl"),)
     alone = Request(str(tmp_path / "adapter"), data, permutations=0)

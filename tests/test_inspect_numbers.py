@@ -522,7 +522,7 @@ def test_quantised_weights_are_refused() -> None:
     model = tiny_moe("olmoe")
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.data.to(torch.int8), requires_grad=False)
-    with pytest.raises(gar.UserError, match="down_proj is int8, which has no gradient"):
+    with pytest.raises(gar.UserError, match="down_proj is int8"):
         inspect(model, THREE, TOKENIZER)
 
 

@@ -23,9 +23,6 @@ from gar.objective import accurate
 from gar.observation import SiteObservation, observe
 from gar.routing import Routing
 
-#: Weights that a gradient exists for.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Site:
@@ -79,9 +76,9 @@ def find_sites(model: nn.Module) -> list[Site]:
     try:
         with observe(model, gradients=False) as observed:
             return [_site(site) for site in observed.sites]
-    except UserError:
-        raise
-    except ValueError:
+    except ValueError as error:
+        if "no expert bank" not in str(error):
+            raise
         raise UserError(
             f"{type(model).__name__} has no MoE layer; expected a model with routed experts, as Qwen3-MoE, "
             "OLMoE, Mixtral, GPT-OSS or DeepSeek-V3"
@@ -90,15 +87,13 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 def _site(site: SiteObservation) -> Site:
     holder: nn.Module = site.bank.experts if isinstance(site.bank, RoutedExperts) else site.bank
-    slots = {slot: getattr(holder, slot) for slot in site.template()}
-    for slot, parameter in slots.items():
-        if not isinstance(parameter, nn.Parameter) or parameter.dtype not in DTYPES:
-            kind = str(getattr(parameter, "dtype", type(parameter).__name__)).removeprefix("torch.")
-            raise UserError(
-                f"{site.name}: {slot} is {kind}, which has no gradient; expected weights in float32, "
-                "bfloat16 or float16 (load the model without quantisation)"
-            )
-    return Site(site.name, site.layer, len(next(iter(slots.values()))), slots)
+    slots = {slot: getattr(holder, slot, None) for slot in site.template()}
+    if not all(isinstance(parameter, nn.Parameter) for parameter in slots.values()):
+        raise UserError(
+            f"{site.name} has an adapter on its experts; expected it merged: model.merge_and_unload()"
+        )
+    kept = {slot: parameter for slot, parameter in slots.items() if isinstance(parameter, nn.Parameter)}
+    return Site(site.name, site.layer, len(next(iter(kept.values()))), kept)
 
 
 class Meter:
