@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gar.metrics import (
+    cancelled_by_expert,
+    cancelled_energy,
     gradient_mass_floor,
     gradient_mass_purity,
     inter_expert_similarity,
@@ -299,3 +301,56 @@ def test_norms_that_make_no_sense_are_refused():
         gradient_mass_purity([[1.0, math.inf]])
     with pytest.raises(ValueError, match=r"\[T, E\]"):
         gradient_mass_purity([1.0, 2.0])
+
+
+def slow_cancelled(gradients, experts):
+    """1 - |sum_t g|^2 / (sum_t |g|)^2, numerators and denominators added over experts first."""
+    left = whole = 0.0
+    for e in experts:
+        rows = [gradients[t, e] for t in range(len(gradients))]
+        left += sum(sum(row[k] for row in rows) ** 2 for k in range(gradients.shape[2]))
+        whole += sum(math.sqrt(sum(x**2 for x in row)) for row in rows) ** 2
+    return 1 - left / whole if whole else 0.0
+
+
+@given(shapes, st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 1.0]))
+def test_cancelled_energy_agrees_with_loops_and_with_gram_matrices(shape, seed, zeros):
+    tasks, experts, d = shape
+    gradients = probe(seed, tasks, experts, d, zeros)
+    by_expert = grams(gradients)[0]
+    expected = pytest.approx(slow_cancelled(gradients, range(experts)), abs=1e-12)
+    assert cancelled_energy(gradients) == expected
+    assert cancelled_energy(gram=by_expert) == expected
+    alone = [slow_cancelled(gradients, [e]) for e in range(experts)]
+    assert cancelled_by_expert(gradients) == pytest.approx(alone, abs=1e-12)
+    assert cancelled_by_expert(gram=by_expert) == pytest.approx(alone, abs=1e-12)
+
+
+def test_cancelled_energy_of_known_gradients():
+    g = probe(9)[0]
+    assert cancelled_energy([g, 2 * g]) == pytest.approx(0, abs=1e-12)
+    assert cancelled_energy([g, -g]) == 1.0
+    assert cancelled_energy([g, 0 * g]) == pytest.approx(0, abs=1e-12)  # specialised: nothing cancels
+    assert cancelled_energy([g]) == pytest.approx(0, abs=1e-12)
+    assert cancelled_energy([0 * g, 0 * g]) == 0.0
+    for tasks in (2, 3, 5):
+        assert cancelled_energy(np.eye(tasks)[:, None]) == pytest.approx(1 - 1 / tasks)
+    # By their energy: an expert with nearly all of the gradient decides.
+    lopsided = np.stack([np.stack([1e3 * g[0], g[1]]), np.stack([1e3 * g[0], -g[1]])])
+    assert cancelled_energy(lopsided) < 1e-3
+    assert cancelled_by_expert(lopsided) == [pytest.approx(0, abs=1e-9), 1.0]
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e300])
+def test_cancelled_energy_does_not_depend_on_the_scale(scale):
+    gradients = probe(1, zeros=0.2)
+    assert cancelled_energy(scale * gradients) == pytest.approx(cancelled_energy(gradients), rel=1e-9)
+
+
+def test_cancelled_energy_refuses_what_makes_no_sense():
+    with pytest.raises(ValueError, match="either"):
+        cancelled_energy([[[1.0]]], gram=[[[1.0]]])
+    with pytest.raises(ValueError, match="square"):
+        cancelled_energy(gram=np.ones((1, 2, 3)))
+    with pytest.raises(ValueError, match="observations"):
+        cancelled_energy()

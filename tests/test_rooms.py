@@ -16,7 +16,7 @@ PACKAGE = Path(gar.__file__).parent
 ROOMS = (
     "version", "errors", "seeds", "precision", "objective", "routing", "metrics", "nn", "observation",
     "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation", "training", "presets",
-    "sweeps", "benchmark", "report", "comparison", "cli",
+    "inspection", "sweeps", "benchmark", "report", "comparison", "cli",
 )  # fmt: skip
 
 

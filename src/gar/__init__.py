@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         errors,
         evaluation,
         features,
+        inspection,
         methods,
         metrics,
         model,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
-    "comparison", "config", "data", "errors", "evaluation", "features", "methods", "metrics", "model", "nn",
-    "observation", "presets", "report", "runs", "sweeps", "training",
+    "comparison", "config", "data", "errors", "evaluation", "features", "inspection", "methods", "metrics",
+    "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
     "Config": "config.Config",
@@ -100,6 +101,7 @@ __all__ = [
     "evaluate",
     "evaluation",
     "features",
+    "inspection",
     "marginal_scores",
     "masked_softmax",
     "methods",

@@ -43,6 +43,7 @@ VERBS = {
     ),
     "predict": ("gar.cli.predict", "predict", "Label texts with a trained model."),
     "diagnose": ("gar.cli.diagnose", "diagnose", "See what the experts of a saved model do."),
+    "inspect": ("gar.cli.inspect", "inspect", "See what the experts of an MoE language model do."),
     "report": ("gar.cli.report", "report", "Tables and figures of any number of runs."),
     "data": ("gar.cli.data", "app", "Registered tasks and mixtures; check a mixture's data."),
     "presets": ("gar.cli.presets", "app", "The paper's configurations as named presets."),

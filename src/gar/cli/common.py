@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,28 @@ def progress_hooks(label: str) -> Iterator[Hooks]:
             update=lambda done, total, loss: show(f"{label}: updates", done, total, f"loss {loss:.4f}"),
             message=lambda line: console.print(line, style="yellow", markup=False),
         )
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for everything that is counted by its name, on a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        rows: dict[str, Any] = {}
+
+        def show(kind: str, done: int, total: int) -> None:
+            if kind not in rows:
+                rows[kind] = bars.add_task(kind, total=total)
+            bars.update(rows[kind], completed=done)
+
+        yield show
 
 
 def result_table(results: Sequence[dict[str, Any]], majority: dict[str, float], title: str) -> Table:

@@ -23,8 +23,10 @@ from gar.data.paths import cache_root
 from gar.data.probe import probe_mixture, probe_task, selection_mixture
 from gar.data.registry import RegisteredTask, find_mixture, find_task, registry
 from gar.data.task import Mixture, Split, Task
+from gar.data.texts import GroupedTexts, grouped_mixture, read_grouped
 
 __all__ = [
+    "GroupedTexts",
     "Mixture",
     "RegisteredTask",
     "Split",
@@ -41,6 +43,7 @@ __all__ = [
     "find_mixture",
     "find_task",
     "fixed_permutation",
+    "grouped_mixture",
     "identity",
     "label_counts",
     "load",
@@ -50,6 +53,7 @@ __all__ = [
     "overlap",
     "probe_mixture",
     "probe_task",
+    "read_grouped",
     "read_texts",
     "registry",
     "selection_mixture",

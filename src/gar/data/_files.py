@@ -29,10 +29,22 @@ def open_table(path: str | Path) -> Table:
     return _READERS[file_format(path)](path)
 
 
+def open_lines(path: str | Path) -> Table:
+    """The lines of a text file, read lazily, as rows with the one column ``text``."""
+    path = _existing(user_path(path))
+    return Table(
+        str(path), ((number, {"text": line.rstrip("\r\n")}) for number, line in _lines(path)), ("text",)
+    )
+
+
 def data_file(path: str | Path) -> Path:
     """The path of an existing file of a known format."""
     path = user_path(path)
     file_format(path)
+    return _existing(path)
+
+
+def _existing(path: Path) -> Path:
     if (kind := path_kind(path)) != "file":
         raise _missing(path, kind)
     return path

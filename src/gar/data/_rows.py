@@ -105,7 +105,7 @@ def _examples(recipe: Recipe, tables: Sequence[Table], split: str, notes: list[s
     examples: list[_Example] = []
     empty = unlabelled = 0
     for table in tables:
-        _check_columns(table, recipe.columns)
+        check_columns(table, recipe.columns)
         for example in _read(recipe, table):
             if missing := _empty_column(recipe, example):
                 if not recipe.drop_empty:
@@ -133,31 +133,31 @@ def _examples(recipe: Recipe, tables: Sequence[Table], split: str, notes: list[s
     return examples
 
 
-def _check_columns(table: Table, columns: Iterable[str]) -> None:
+def check_columns(table: Table, columns: Iterable[str]) -> None:
     if table.columns is not None:
         for column in columns:
             if column not in table.columns:
-                raise _no_column(table.source, "column", column, table.columns)
+                raise no_column(table.source, "column", column, table.columns)
 
 
 def _read(recipe: Recipe, table: Table) -> Iterator[_Example]:
     for number, row in table.rows:
         if len(table.head) < HEAD:
             table.head.append(row)
-        segments = _segments(recipe.text, table, number, row)
+        segments = row_texts(recipe.text, table, number, row)
         if recipe.label not in row:
-            raise _no_column(table.at(number), "key", recipe.label, row)
-        yield _Example(table, number, segments, _label_name(table, number, recipe.label, row[recipe.label]))
+            raise no_column(table.at(number), "key", recipe.label, row)
+        yield _Example(table, number, segments, label_name(table, number, recipe.label, row[recipe.label]))
 
 
-def _segments(
+def row_texts(
     text: tuple[Segment, ...], table: Table, number: int, row: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The one or two texts of a row; a missing key or a value that is no string is refused, null is empty."""
     texts: dict[str, str] = {}
     for column in itertools.chain(*text):
         if column not in row:
-            raise _no_column(table.at(number), "key", column, row)
+            raise no_column(table.at(number), "key", column, row)
         value = row[column]
         if not isinstance(value, str) and not _is_null(value):
             raise UserError(f"{table.at(number)}: column {column!r} holds {shown(value)}, expected a string")
@@ -170,10 +170,10 @@ def _segments(
 def read_texts(text: Sequence[str], table: Table) -> tuple[list[str], list[str] | None]:
     """Unlabelled rows, for prediction: the texts under a task's field names, and their pairs."""
     segments: tuple[Segment, ...] = tuple(tuple(name.split(": ")) for name in text)
-    _check_columns(table, itertools.chain(*segments))
+    check_columns(table, itertools.chain(*segments))
     rows: list[tuple[str, ...]] = []
     for number, row in table.rows:
-        rows.append(_segments(segments, table, number, row))
+        rows.append(row_texts(segments, table, number, row))
         if not all(part.strip() for part in rows[-1]):
             raise UserError(f"{table.at(number)}: empty text; expected something to classify")
     if not rows:
@@ -187,7 +187,7 @@ def _join(parts: Iterable[str]) -> str:
     return ": ".join(parts) if all(part.strip() for part in parts) else ""
 
 
-def _label_name(table: Table, number: int, column: str, value: Any) -> str:
+def label_name(table: Table, number: int, column: str, value: Any) -> str:
     """A label as a string: ``3``, ``3.0`` and ``"3"`` are one label; null is ``""``."""
     if _is_null(value):
         return ""
@@ -303,7 +303,7 @@ def _unlabelled(label: str) -> str:
     return f"; {label} marks rows without a label: drop them" if label in UNLABELLED else ""
 
 
-def _no_column(where: str, kind: str, name: str, found: Iterable[str]) -> UserError:
+def no_column(where: str, kind: str, name: str, found: Iterable[str]) -> UserError:
     found = list(found)
     hint = nearest(name, found)
     if kind == "column" and len(found) == 1:

@@ -17,6 +17,8 @@ from gar.metrics.association import (
 )
 from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, register, summarize
 from gar.metrics.gradient import (
+    cancelled_by_expert,
+    cancelled_energy,
     gradient_mass_floor,
     gradient_mass_purity,
     inter_expert_similarity,
@@ -48,6 +50,8 @@ __all__ = [
     "Prediction",
     "accuracy",
     "adjusted_rand_index",
+    "cancelled_by_expert",
+    "cancelled_energy",
     "describe_collapse",
     "effective_experts",
     "f1",

@@ -188,6 +188,52 @@ def observed_cosine(gradients: Values | None = None, *, gram: Values | None = No
     return _pair_mean(_cosine_matrix((rows / (np.abs(rows).max() or 1.0)).sum(1)))
 
 
+def cancelled_energy(gradients: Values | None = None, *, gram: Values | None = None) -> float:
+    """Share of the gradient energy that cancels inside the experts when the tasks' gradients are added.
+
+    ``1 - sum_e ||sum_t g_te||^2 / sum_e (sum_t ||g_te||)^2``: the denominator is what the sum would be if all
+    tasks pulled an expert in one direction. ``gradients`` [T, E, d], or ``gram`` [E, T, T] as in
+    :func:`intra_expert_coherence`. Range: 0 (every expert's tasks agree, or it has one task) to 1 (the sum is
+    zero in every expert); tasks of equal length at right angles have ``1 - 1/T``. The paper has none such.
+
+    Degenerate: no gradient at all gives 0; an expert without gradient has no part in it.
+
+    >>> cancelled_energy([[[1.0, 0.0]], [[-1.0, 0.0]]]), cancelled_energy([[[1.0, 0.0]], [[0.0, 1.0]]])
+    (1.0, 0.5)
+    """
+    left, whole = _energies(gradients, gram)
+    return _cancelled(left.sum(), whole.sum())
+
+
+def cancelled_by_expert(gradients: Values | None = None, *, gram: Values | None = None) -> list[float]:
+    """:func:`cancelled_energy` of every expert alone; an expert without gradient has 0.
+
+    >>> cancelled_by_expert([[[1.0, 0.0], [2.0, 0.0]], [[0.0, 0.0], [-1.0, 0.0]]])  # 0, and 1 - 1 / 9
+    [0.0, 0.8888888888888888]
+    """
+    return list(map(_cancelled, *_energies(gradients, gram)))
+
+
+def _energies(gradients: Values | None, gram: Values | None) -> tuple[Floats, Floats]:
+    """By expert ``||sum_t g_te||^2`` and ``(sum_t ||g_te||)^2``, [E], up to one common factor."""
+    if gram is not None:
+        _one_of(gradients)
+        blocks = real(gram, "gram", "E", "T", "T")
+    else:
+        host = _probe(gradients)
+        rows = real(host, "gradients", "T", "E", "d").transpose(1, 0, 2)
+        rows = rows / (np.abs(rows).max() or 1.0)
+        blocks = rows @ rows.transpose(0, 2, 1)
+    if blocks.shape[1] != blocks.shape[2]:
+        raise ValueError(f"gram must be square in its last two axes, got {list(blocks.shape[1:])}")
+    squares = np.diagonal(blocks, axis1=1, axis2=2)
+    return blocks.sum((1, 2)), np.sqrt(np.maximum(squares, 0.0)).sum(1) ** 2
+
+
+def _cancelled(left: float, whole: float) -> float:
+    return min(1.0, max(0.0, 1.0 - float(left / whole))) if whole > 0 else 0.0
+
+
 def _one_of(gradients: Values | None) -> None:
     if gradients is not None:
         raise ValueError("give either gradients or gram=, not both")

@@ -32,6 +32,9 @@ from gar.report._tables import factor
 from gar.report.results import Results, Scope
 from gar.runs.reading import Run
 
+#: Above, cells of a heatmap have no lines around them, and not every expert has its number.
+MANY = 24
+
 
 class NothingToDraw(UserError):
     """The runs hold nothing for this figure; the message says why."""
@@ -129,27 +132,35 @@ def task_expert_heatmap(
             tables[f"{variant}, seed {grouping.seed_of(run)}"] = run.result["routing"]["load_by_task"]
     if not tables:
         raise NothingToDraw("the results hold no loads by task")
-    return _heatmaps(tables, columns=3)
+    return heatmaps(tables, columns=3)
 
 
 def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
     """Load by task and expert of what :func:`gar.diagnose` returns (or a result.json), as one heatmap."""
     name = str(diagnosis.get("mixture") or "load by task")
-    return _heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
+    return heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
 
 
-def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int) -> Figure:
-    """One panel for each ``{title: {task: [E]}}`` with one colour scale, which turns at the uniform share."""
+def heatmaps(
+    tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, row: str = "task", least: int = 0
+) -> Figure:
+    """One panel for each ``{title: {row: [E]}}`` with one colour scale, which turns at the uniform share.
+
+    There is room for ``least`` rows.
+    """
     arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
     tasks, experts = next(iter(arrays.values())).shape
-    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * tasks)
+    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * max(tasks, least))
+    few = experts <= MANY
     uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
     norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)
     for axes, (name, table) in zip(panels.axes, arrays.items(), strict=True):
         order = np.lexsort((-table.max(0), table.argmax(0)))
-        axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, edgecolors=INK, linewidth=0.2)
+        lines = {"edgecolors": INK, "linewidth": 0.2} if few else {"rasterized": True}
+        axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, **lines)
         axes.grid(visible=False)
-        axes.set_xticks(np.arange(experts) + 0.5, [str(e) for e in order])
+        places = np.arange(experts)[:: 1 if few else -(-experts // 12)]
+        axes.set_xticks(places + 0.5, [str(order[at]) for at in places])
         axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
         axes.invert_yaxis()
         title(axes, name, "expert")
@@ -157,7 +168,7 @@ def _heatmaps(tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int)
     dress(bar.ax)
     bar.ax.grid(visible=False)
     bar.ax.axhline(uniform, color="black", linewidth=1.5)  # on white whatever the page is
-    bar.set_label(f"share of task's load\n(line: uniform {uniform:.3f})", fontsize=8, color=INK)
+    bar.set_label(f"share of {row}'s load\n(line: uniform {uniform:.3f})", fontsize=8, color=INK)
     return panels.figure
 
 

@@ -12,6 +12,8 @@ CONFIG, ENVIRONMENT, HISTORY, RESULT, FAILURE = (
 )
 CHECKPOINTS, MODEL, LOCK, LOG = "checkpoints", "model", ".lock", "log.txt"
 DIAGNOSTICS, CHECKSUMS = "diagnostics.json", "checksums.json"
+#: What an inspection was asked for; its directory is no run.
+INSPECTION = "inspection.json"
 
 
 def path_part(name: str) -> str:

@@ -15,7 +15,7 @@ from gar.config import build
 from gar.errors import UserError, path_kind
 from gar.runs.files import read_json
 from gar.runs.history import read_lines
-from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, RESULT
+from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, INSPECTION, RESULT
 from gar.runs.result import check_files, read_result
 from gar.runs.state import State, is_locked
 
@@ -124,7 +124,7 @@ def _search(path: Path) -> Iterator[Path]:
 
 def _is_run(files: set[str]) -> bool:
     started = CONFIG in files and files & {ENVIRONMENT, HISTORY}
-    return bool(started or files & {RESULT, FAILURE})
+    return INSPECTION not in files and bool(started or files & {RESULT, FAILURE})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
