@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -22,6 +23,8 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
 INTERRUPTED = 130
+#: Failures that are told in one line.
+TOLD = ("TrainingFailure", "OutOfMemory", "EvaluationFailure", "RankLost", "RankFailed")
 
 #: verb: (module, attribute, one line of help). Modules are imported when their verb runs, so --help is quick.
 VERBS = {
@@ -124,7 +127,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit codes: 0 done, 1 a failure, 2 the user's input, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.showwarning = _warn
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code and several_ranks():
+        # A GPU that waits for the data of a lost rank would keep the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _warn(
@@ -161,7 +170,7 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         # By name: their types live behind the import of torch.
-        if type(error).__name__ in ("TrainingFailure", "OutOfMemory", "EvaluationFailure"):
+        if type(error).__name__ in TOLD:
             return _say(str(error), 1)
         raise
 
@@ -172,7 +181,14 @@ def _say(message: str, code: int) -> int:
 
 
 def _print(line: str) -> None:
+    if several_ranks() and os.environ.get("RANK", "0") != "0":  # the first rank speaks for all
+        return
     Console(stderr=True, soft_wrap=True, highlight=False).print(line, markup=False)
+
+
+def several_ranks() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _usage(error: Any) -> str:

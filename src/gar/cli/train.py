@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +13,10 @@ from rich.console import Console
 from gar.cli.common import progress_hooks, result_table
 from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Overrides, SeedOption, configured
 from gar.data import load_mixture, majority_shares
+from gar.distributed import joined
 from gar.errors import UserError
 from gar.runs.names import CONFIG, path_part
-from gar.training import train_from_config
+from gar.training import Hooks, train_from_config
 
 
 def train(
@@ -38,17 +40,24 @@ def train(
     gar train five optimizer.updates=500 --data-dir data
 
     gar train paper/roberta_head/five/gar
+
+    torchrun --nproc-per-node 2 -m gar train own.yaml --out runs/x
     """
-    config = configured(what, overrides, seed=seed, device=device, data_dir=data_dir, no_cache=no_cache)
-    if out is None:
-        if resume:
-            raise UserError("--resume: which run? name its directory with --out")
-        stem = path_part(config.mixture.name or Path(what).stem)
-        out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with progress_hooks(config.method.name) as hooks:
-        if resume and not (out / CONFIG).is_file():
-            hooks.message(f"{out}: no run to continue; a new one starts")
-        result = train_from_config(config, out, resume=resume, hooks=hooks)
+    options = {"seed": seed, "device": device, "data_dir": data_dir, "no_cache": no_cache}
+    with joined() as job:
+        config = job.each(lambda: configured(what, overrides, **options))
+        if out is None:
+            if resume:
+                raise UserError("--resume: which run? name its directory with --out")
+            stem = path_part(config.mixture.name or Path(what).stem)
+            now = job.told(lambda: time.strftime("%Y%m%d-%H%M%S"))
+            out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{now}"
+        with progress_hooks(config.method.name) if job.is_first else nullcontext(Hooks()) as hooks:
+            if resume and not (out / CONFIG).is_file():
+                hooks.message(f"{out}: no run to continue; a new one starts")
+            result = train_from_config(config, out, resume=resume, hooks=hooks, job=job)
+        if not job.is_first:
+            return
     mixture = load_mixture(config.mixture, data_dir=config.data_dir, cache_dir=config.cache.directory)
     console = Console()
     console.print(result_table([result], majority_shares(mixture), f"{mixture.name}, seed {config.seed}"))

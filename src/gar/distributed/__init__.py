@@ -8,15 +8,20 @@ from gar.distributed.exchange import (
     sum_gradients,
     sum_tensors,
 )
+from gar.distributed.job import Job, RankFailed, device_of_rank, joined
 from gar.distributed.ranks import RankLost, Ranks
 
 __all__ = [
+    "Job",
     "Layout",
+    "RankFailed",
     "RankLost",
     "Ranks",
+    "device_of_rank",
     "gather_probabilities",
     "gather_rows",
     "global_gram",
+    "joined",
     "sum_gradients",
     "sum_tensors",
 ]

@@ -158,23 +158,26 @@ def global_gram(
     """
     slices = (rows,) if isinstance(rows, Tensor) else rows
     gram: Tensor | None = None
-    for columns in _narrow(slices, layout, ranks, max_bytes):
-        whole = _own_columns(columns, layout, ranks, dtype or accurate(columns[:0]).dtype)
-        with full_precision(whole.device):
-            product = whole @ whole.T
-        gram = product if gram is None else gram.add_(product)
+    for columns in slices:
+        kind = dtype or accurate(columns[:0]).dtype
+        # Cut so that the share of one rank stays small enough.
+        width = ranks.count * max(1, max_bytes // (max(1, layout.count) * kind.itemsize))
+        gram = _add_gram(gram, columns.split(width, 1), layout, ranks, kind)
     if gram is None:
         raise ValueError("no slice of the rows was given; expected at least one, of width 0 if need be")
     sum_tensors([gram], ranks)
     return gram
 
 
-def _narrow(slices: Iterable[Tensor], layout: Layout, ranks: Ranks, max_bytes: int) -> Iterator[Tensor]:
-    """The slices, cut so that the share of one rank stays small enough."""
+def _add_gram(
+    gram: Tensor | None, slices: Iterable[Tensor], layout: Layout, ranks: Ranks, dtype: torch.dtype
+) -> Tensor | None:
     for columns in slices:
-        size = torch.promote_types(columns.dtype, torch.float32).itemsize
-        width = ranks.count * max(1, max_bytes // (max(1, layout.count) * size))
-        yield from columns.split(width, 1)
+        whole = _own_columns(columns, layout, ranks, dtype)
+        with full_precision(whole.device):
+            product = whole @ whole.T
+        gram = product if gram is None else gram.add_(product)
+    return gram
 
 
 def _own_columns(rows: Tensor, layout: Layout, ranks: Ranks, dtype: torch.dtype) -> Tensor:

@@ -6,12 +6,18 @@ place and in the order of the ranks. So every rank has the same bits of a sum, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+
+#: Its name in newer versions of torch, and in older ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankLost(RuntimeError):
@@ -37,6 +43,14 @@ class Ranks:
         )
         self._cuda, self._cpu = "cuda" in kinds, "cpu" in kinds or not kinds
 
+    @classmethod
+    def alone(cls) -> Self:
+        """One rank that exchanges nothing, whatever torch.distributed has begun."""
+        ranks = cls.__new__(cls)
+        ranks.group, ranks.rank, ranks.count, ranks.bytes = None, 0, 1, 0
+        ranks._cuda, ranks._cpu = False, True
+        return ranks
+
     def __repr__(self) -> str:
         return f"Ranks(rank {self.rank} of {self.count})"
 
@@ -48,7 +62,7 @@ class Ranks:
         own = self._bytes(x)
         everyone = own.new_empty(self.count * len(own))
         with _answering():
-            dist.all_gather_into_tensor(everyone, own, group=self.group)
+            _all_gather(everyone, own, group=self.group)
         self.bytes += len(own) * (self.count - 1)
         return everyone.to(x.device).view(x.dtype).view(self.count, *x.shape)
 
@@ -71,6 +85,37 @@ class Ranks:
             received.to(like.device).view(like.dtype).split([size // like.element_size() for size in sizes])
         )
         return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
+
+    def copy(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Every tensor takes, in place, the values of rank ``source``; shapes and dtypes are the same."""
+        if self.count == 1:
+            return
+        for tensor in tensors:
+            own = self._bytes(tensor.detach())
+            with _answering():
+                dist.broadcast(own, group=self.group, group_src=source)
+            if self.rank == source:
+                self.bytes += len(own) * (self.count - 1)
+            else:
+                tensor.detach().copy_(own.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+
+    def tell(self, thing: T, source: int = 0) -> T:
+        """What rank ``source`` has, on every rank; pickled, and not counted: for what is small."""
+        if self.count == 1:
+            return thing
+        things = [thing]
+        with _answering():
+            dist.broadcast_object_list(things, group=self.group, group_src=source)
+        return things[0]
+
+    def collect(self, thing: T) -> list[T]:
+        """What every rank has, on every rank; pickled, and not counted: for what is small."""
+        if self.count == 1:
+            return [thing]
+        things: list[Any] = [None] * self.count
+        with _answering():
+            dist.all_gather_object(things, thing, group=self.group)
+        return things
 
     def _bytes(self, x: Tensor) -> Tensor:
         """The bytes of a tensor, where the group takes them."""
