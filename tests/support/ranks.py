@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gar.distributed import Ranks
 
-LIMIT = timedelta(seconds=300)
+LIMIT = timedelta(seconds=60)
 _groups: dict[int, Any] = {}
 
 

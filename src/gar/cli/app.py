@@ -171,17 +171,17 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         # By name: their types live behind the import of torch.
         if type(error).__name__ in TOLD:
-            return _say(str(error), 1)
+            return _say(str(error), 1, speaks=getattr(error, "speaks", False))
         raise
 
 
-def _say(message: str, code: int) -> int:
-    _print(f"error: {message}")
+def _say(message: str, code: int, speaks: bool = False) -> int:
+    _print(f"error: {message}", speaks)
     return code
 
 
-def _print(line: str) -> None:
-    if several_ranks() and os.environ.get("RANK", "0") != "0":  # the first rank speaks for all
+def _print(line: str, speaks: bool = False) -> None:
+    if several_ranks() and os.environ.get("RANK", "0") != "0" and not speaks:  # the first rank speaks for all
         return
     Console(stderr=True, soft_wrap=True, highlight=False).print(line, markup=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gar.cli.app import several_ranks
 from gar.cli.common import progress_hooks, result_table
 from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Overrides, SeedOption, configured
 from gar.data import load_mixture, majority_shares
-from gar.distributed import joined
+from gar.distributed import joined, launch
 from gar.errors import UserError
 from gar.runs.names import CONFIG, path_part
 from gar.training import Hooks, train_from_config
@@ -32,6 +34,9 @@ def train(
     data_dir: DataDirOption = None,
     no_cache: NoCacheOption = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in --out.")] = False,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that train together on this machine, a GPU each.")
+    ] = 1,
 ) -> None:
     """Train one multi-task model and measure it.
 
@@ -41,8 +46,10 @@ def train(
 
     gar train paper/roberta_head/five/gar
 
-    torchrun --nproc-per-node 2 -m gar train own.yaml --out runs/x
+    gar train own.yaml --ranks 2 (or torchrun --nproc-per-node 2 -m gar train own.yaml)
     """
+    if ranks > 1 and not several_ranks():
+        raise typer.Exit(launch([sys.executable, "-m", "gar", *sys.argv[1:]], ranks))
     options = {"seed": seed, "device": device, "data_dir": data_dir, "no_cache": no_cache}
     with joined() as job:
         config = job.each(lambda: configured(what, overrides, **options))

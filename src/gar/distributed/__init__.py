@@ -9,6 +9,7 @@ from gar.distributed.exchange import (
     sum_tensors,
 )
 from gar.distributed.job import Job, RankFailed, device_of_rank, joined
+from gar.distributed.launch import launch
 from gar.distributed.ranks import RankLost, Ranks
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "gather_rows",
     "global_gram",
     "joined",
+    "launch",
     "sum_gradients",
     "sum_tensors",
 ]

@@ -70,8 +70,8 @@ class Job:
         return self.control.rank == 0
 
     def use(self, device: torch.device) -> None:
-        """Exchange tensors between devices of this kind."""
-        if self.count > 1:
+        """Exchange tensors between devices of this kind; groups of one's own stay as they are."""
+        if self.count > 1 and self.control.group is None:
             backend = "nccl" if device.type == "cuda" else "gloo"
             self.ranks = Ranks(dist.new_group(backend=backend, timeout=TIMEOUT))
 
@@ -144,40 +144,24 @@ class Job:
         """In this block a lost rank is an error with that rank's reason; others are told of an own error."""
         try:
             yield
-        except RankLost as error:
-            self._end_in_peace()
-            raise self._reason(error) from error
+        except KeyboardInterrupt as stop:  # also a launcher's, when a rank has ended
+            if type(stop) is KeyboardInterrupt and any(self._told(rank) is None for rank in self._gone()):
+                raise self._ending(RankLost()) from stop
+            self._tell([None, "interrupted"])
+            raise
         except Exception as error:
+            if getattr(error, "elsewhere", False):
+                raise
+            if isinstance(error, RankLost):
+                raise self._ending(error) from error
             self._end_in_peace()
-            if self.store is not None:
-                with suppress(RuntimeError):
-                    self.store.set(f"ended/{self.control.rank}", json.dumps(_described(error)))
+            self._tell(_described(error))
             raise
 
-    def _end_in_peace(self) -> None:
-        """A launcher ends all ranks when one has ended; this one is about to, and says why first."""
-        if self.count > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def _reason(self, lost: RankLost) -> Exception:
-        """Why another rank has ended: what it told, or that it is gone."""
-        end = time.monotonic() + REASON
-        gone: list[int] = []
-        while time.monotonic() < end:
-            for rank in range(self.count):
-                if rank != self.control.rank and (told := self._told(rank)) is not None:
-                    return _of(rank, told)
-            if gone := self._gone():
-                break
-            time.sleep(0.05)
-        for rank in gone:  # it may have told its reason just before
-            if (told := self._told(rank)) is not None:
-                return _of(rank, told)
-        if not gone:
-            return lost
-        return RankLost(
-            f"rank {gone[0]} was lost: its process {self._processes[gone[0]][1]} ended without a reason"
-        )
+    def _tell(self, reason: list[Any]) -> None:
+        if self.store is not None:
+            with suppress(RuntimeError):
+                self.store.set(f"ended/{self.control.rank}", json.dumps(reason))
 
     def _told(self, rank: int) -> list[Any] | None:
         with suppress(RuntimeError):
@@ -185,6 +169,32 @@ class Job:
                 told: list[Any] = json.loads(self.store.get(f"ended/{rank}"))
                 return told
         return None
+
+    def _end_in_peace(self) -> None:
+        """A launcher ends all ranks when one has ended; this one is about to, and says why first."""
+        if self.count > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _ending(self, lost: RankLost) -> BaseException:
+        """Why another rank has ended: what it told, or that it is gone; else what is known here."""
+        self._end_in_peace()
+        end = time.monotonic() + REASON
+        others = [rank for rank in range(self.count) if rank != self.control.rank]
+        while time.monotonic() < end:
+            gone = self._gone()  # before its reason is looked for, which it may just have told
+            reasons = {rank: told for rank in others if (told := self._told(rank)) is not None}
+            if reasons:
+                rank, told = next(iter(reasons.items()))
+                return _of(rank, told)
+            if gone:
+                pid = self._processes[gone[0]][1]
+                lost = RankLost(f"rank {gone[0]} was lost: its process {pid} ended without a reason")
+                # Where the first rank is gone, the next one speaks.
+                lost.speaks = set(range(self.control.rank)) <= set(gone)
+                break
+            time.sleep(0.05)
+        lost.elsewhere = True
+        return lost
 
     def _gone(self) -> list[int]:
         """Ranks on this machine whose process has ended."""
@@ -240,9 +250,13 @@ def _described(error: Exception) -> list[Any]:
     return [isinstance(error, UserError), text]
 
 
-def _of(rank: int, told: Sequence[Any]) -> Exception:
+def _of(rank: int, told: Sequence[Any]) -> BaseException:
     users, text = told
-    return UserError(f"rank {rank}: {text}") if users else RankFailed(rank, text)
+    if users is None:
+        return KeyboardInterrupt()
+    error: Any = UserError(f"rank {rank}: {text}") if users else RankFailed(rank, text)
+    error.elsewhere = True
+    return error  # type: ignore[no-any-return]
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -21,7 +21,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class RankLost(RuntimeError):
-    """Another rank does not answer: it was killed, it failed, or its machine is out of reach."""
+    """Another rank does not answer: it was killed, it failed, or its machine is out of reach.
+
+    ``elsewhere``: the reason has been looked for; ``speaks``: no rank before this one is left to tell it.
+    """
+
+    elsewhere = speaks = False
 
 
 class Ranks:

@@ -123,7 +123,7 @@ def _squared(block: Tensor, columns: int = 1024) -> Tensor:
 def _blocks(rows: Tensor, entries: int | None = None) -> Iterator[Tensor]:
     """The columns in float64, 32 MiB at a time; on a GPU 128 MiB, which take longer than their launches."""
     entries = entries or (1 << 24 if rows.is_cuda else 1 << 22)
-    return (block.double() for block in rows.split(max(1, entries // len(rows)), dim=1))
+    return (block.double() for block in rows.split(max(1, entries // max(1, len(rows))), dim=1))
 
 
 def _allocate(pass_: Pass, whole: WholeGradients) -> Tensor:

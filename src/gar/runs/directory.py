@@ -105,8 +105,8 @@ def hold(
     """Hold the directory for one process, with config.yaml and environment.json in it.
 
     ``data`` are digests of the tasks' examples; a run goes on only with those that it began with, and where
-    ``keeps_split`` only with the same ``max_tokens_per_pass``. ``ranks`` processes train together. An error of
-    the user's before the first update leaves the directory as it was.
+    ``keeps_split`` only with the same ``max_tokens_per_pass``. ``ranks`` processes train together. An error
+    of the user's before the first update leaves the directory as it was.
     """
     check_directory(path, resume)
     new = not path.exists()
