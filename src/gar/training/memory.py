@@ -44,7 +44,7 @@ class Trained(Protocol):
     optimizer: torch.optim.AdamW
 
     def group_losses(
-        self, groups: Sequence[Group], number: int, total: int, here: int | None = None
+        self, groups: Sequence[Group], number: int, total: int
     ) -> tuple[Tensor, GroupWeights]: ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import ClassVar
@@ -154,9 +154,12 @@ class Updater:
     ) -> Update:
         """``ready`` is called once the passes are over, before anything is exchanged."""
         total = len(groups) if share is None else len(share.sizes)
-        forwards = (
-            partial(self.group_losses, part, number, total, len(groups)) for part in self.split(groups)
-        )
+
+        def forward(part: Sequence[Group]) -> tuple[Tensor, GroupWeights]:
+            losses, weights = self.group_losses(part, number, total)
+            return losses, weights if share is None else replace(weights, here=len(groups))
+
+        forwards = (partial(forward, part) for part in self.split(groups))
         with self.model.products():
             return fill_gradients(
                 self.method,
@@ -178,13 +181,8 @@ class Updater:
         widths = [max(int(lengths[g.task][g.examples].max()) for g in part) for part in split]
         return max(sum(map(len, part)) * width for part, width in zip(split, widths, strict=True))
 
-    def group_losses(
-        self, groups: Sequence[Group], number: int, total: int, here: int | None = None
-    ) -> tuple[Tensor, GroupWeights]:
-        """One pass: the mean cross-entropy [M] of some of the update's ``total`` groups; their weights.
-
-        ``here`` is how many of them this process has (default: all).
-        """
+    def group_losses(self, groups: Sequence[Group], number: int, total: int) -> tuple[Tensor, GroupWeights]:
+        """One pass: the mean cross-entropy [M] of some of the update's ``total`` groups; their weights."""
         model, lengths = self.model, self.source.lengths
         parts = task_parts(groups)
         segments = [(self.names[task], len(rows)) for task, rows in parts]
@@ -206,7 +204,6 @@ class Updater:
             total,
             torch.tensor([group.task for group in groups], device=model.device),
             len(self.names),
-            here,
         )
         return weights.grouping.mean(losses), weights
 
