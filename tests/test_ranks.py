@@ -19,11 +19,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from gar.cli import app
 from gar.config import Config
 from gar.distributed import Job, RankFailed, Ranks
 from gar.errors import UserError
 from gar.features.sources import make_sources
 from gar.methods import GAR, REGISTRY, GroupWeights, Method, Share, Update, from_config
+from gar.nn import expert_banks
 from gar.runs.history import read_lines
 from gar.training import Hooks, Interrupted, TrainingFailure, Updater, fill_gradients, train_from_config
 from gar.training.updater import balanced
@@ -198,6 +200,25 @@ def float64(world: Path, **changes: Any) -> Config:
     return make_config(world, **{"backbone__dtype": "float64", "cache__enabled": False, **changes})
 
 
+class Lifted(Method):
+    """Lifts experts that all groups chose less than the mean: state that is changed after every step."""
+
+    name: ClassVar[str] = "lifted_on_ranks"
+
+    @property
+    def observes(self) -> frozenset[str]:
+        return frozenset({"routing"})
+
+    def initial_state(self, model: nn.Module) -> dict[str, Tensor]:
+        (bank,) = expert_banks(model)
+        return {"bias": bank.router.add_selection_bias()}
+
+    def after_step(self, update: Update) -> None:
+        (site,) = update.sites
+        chosen = site.selections().sum(0).double() * (1 + update.losses.sum())
+        update.state["bias"].add_(0.1 * torch.sign(chosen.mean() - chosen))
+
+
 def configs(world: Path) -> dict[str, Config]:
     """Every method at every site by both observations; passes of little; a trained backbone."""
     made = {
@@ -218,6 +239,7 @@ def configs(world: Path) -> dict[str, Config]:
     # 22 groups in the one case, 2 in the other: more ranks than groups.
     made["single rows"] = float64(world, mixture__group_size=1)
     made["few groups"] = float64(world, mixture__group_size=8)
+    made["own state"] = float64(world).model_copy(update={"method": Lifted()})
     return made
 
 
@@ -479,6 +501,17 @@ def test_a_lost_rank_ends_the_job_with_its_reason(own: str, tmp_path: Path) -> N
     assert (out / failure["checkpoint"] / "state.json").is_file()
 
 
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_the_first_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: str, speaks: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    assert app.run(["trian"]) == 2
+    assert capfd.readouterr().err.startswith("error: unknown command 'trian'") == speaks
+
+
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_exit_code_2(own: str, tmp_path: Path) -> None:
     running = command(own, "method.name=garr", "--ranks", "2", "--out", str(tmp_path / "run"))
     printed, said = running.communicate(timeout=120)

@@ -210,14 +210,15 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     if ranks.count == 1:
         return
     for bucket in _buckets(tensors, bucket_bytes):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        share = -(-len(flat) // ranks.count)
-        padded = torch.nn.functional.pad(flat, (0, share * ranks.count - len(flat)))
-        parts = ranks.swap(padded.view(ranks.count, share).unbind(), [(share,)] * ranks.count)
+        size = sum(tensor.numel() for tensor in bucket)
+        share = -(-size // ranks.count)
+        rest = bucket[0].new_zeros(share * ranks.count - size)
+        flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
+        parts = ranks.turn(flat.view(ranks.count, share))
         total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
         for part in parts[1:]:
             total = total + part
-        summed = ranks.gather(total.to(flat.dtype)).view(-1)[: len(flat)]
+        summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
         for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(own.view(tensor.shape))
 

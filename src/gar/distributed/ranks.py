@@ -91,6 +91,18 @@ class Ranks:
         )
         return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
 
+    def turn(self, x: Tensor) -> Tensor:
+        """``x`` [W, ...]: row r goes to rank r; returns what every rank has for this one, alike."""
+        x = x.detach()
+        if self.count == 1:
+            return x
+        sent = self._bytes(x)
+        received = torch.empty_like(sent)
+        with _answering():
+            dist.all_to_all_single(received, sent, group=self.group)
+        self.bytes += len(sent) // self.count * (self.count - 1)
+        return received.to(x.device).view(x.dtype).view(x.shape)
+
     def copy(self, tensors: Iterable[Tensor], source: int = 0) -> None:
         """Every tensor takes, in place, the values of rank ``source``; shapes and dtypes are the same."""
         if self.count == 1:

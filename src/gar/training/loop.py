@@ -124,9 +124,9 @@ def fit(
             if is_due(config.evaluation.every, last) and last < total:
                 history.evaluation(last, measure(last, evaluate))
             rested = time.monotonic() - saved >= config.checkpoint.pause
-            stop, rested = job.any(stopping()), job.any(rested)
+            stop = job.any(stopping())
             # The last one protects finished weights while they are measured and written.
-            if stop or last == total or (is_due(config.checkpoint.every, last) and rested):
+            if stop or last == total or (is_due(config.checkpoint.every, last) and job.any(rested)):
                 save(last)
             if stop:
                 raise Interrupted(f"stopped after update {last} of {total}")
