@@ -509,6 +509,8 @@ def test_the_first_rank_speaks(
     monkeypatch.setenv("RANK", rank)
     assert app.run(["trian"]) == 2
     assert capfd.readouterr().err.startswith("error: unknown command 'trian'") == speaks
+    assert app.run(["sweep", "--help"]) == 2
+    assert ("gar sweep runs in one process" in capfd.readouterr().err) == speaks
 
 
 @pytest.mark.slow

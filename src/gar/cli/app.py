@@ -23,6 +23,8 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
 INTERRUPTED = 130
+#: Commands that a launcher may start as several ranks.
+SPREAD = ("train",)
 #: Failures that are told in one line.
 TOLD = ("TrainingFailure", "OutOfMemory", "EvaluationFailure", "RankLost", "RankFailed")
 
@@ -76,6 +78,11 @@ class LazyVerbs(TyperGroup):
         name = args[0]
         if name not in VERBS:
             raise UserError(f"unknown command {name!r}{nearest(name, VERBS)}; see gar --help")
+        if several_ranks() and name not in SPREAD:
+            raise UserError(
+                f"gar {name} runs in one process; expected no launcher, or a command that spreads over ranks: "
+                + ", ".join(SPREAD)
+            )
         module, attribute, _ = VERBS[name]
         return name, _command(name, getattr(importlib.import_module(module), attribute)), args[1:]
 
@@ -188,7 +195,7 @@ def _print(line: str, speaks: bool = False) -> None:
 
 def several_ranks() -> bool:
     """Whether a launcher has started this process as one of several."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def _usage(error: Any) -> str:

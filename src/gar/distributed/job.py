@@ -205,7 +205,7 @@ class Job:
 @contextmanager
 def joined() -> Iterator[Job]:
     """The job that the environment describes (``WORLD_SIZE``, ``RANK``, …); without one, a single process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield Job.alone()
         return
     if dist.is_initialized():
