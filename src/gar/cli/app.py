@@ -80,7 +80,7 @@ class LazyVerbs(TyperGroup):
             raise UserError(f"unknown command {name!r}{nearest(name, VERBS)}; see gar --help")
         if several_ranks() and name not in SPREAD:
             raise UserError(
-                f"gar {name} runs in one process; expected no launcher, or a command that spreads over ranks: "
+                f"gar {name} runs in one process; expected no launcher, or what spreads over ranks: "
                 + ", ".join(SPREAD)
             )
         module, attribute, _ = VERBS[name]

@@ -41,12 +41,10 @@ class Ranks:
         self.group = group
         self.rank, self.count = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
         self.bytes = 0
-        kinds = (
-            {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
-            if joined
-            else set()
-        )
-        self._cuda, self._cpu = "cuda" in kinds, "cpu" in kinds or not kinds
+        parts = dist.get_backend_config(group).split(",") if joined else []
+        # gloo is said to take CUDA tensors, but not in every exchange.
+        self._cuda = any(part.startswith("cuda:") and not part.endswith(":gloo") for part in parts)
+        self._cpu = not parts or any(part.startswith("cpu:") for part in parts)
 
     @classmethod
     def alone(cls) -> Self:
