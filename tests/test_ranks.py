@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from gar.benchmark.settings import Setting
 from gar.cli import app
 from gar.config import Config
 from gar.distributed import Job, RankFailed, Ranks
@@ -463,6 +465,25 @@ def _refused(ranks: Ranks, config: Config) -> str:
 
 def test_a_method_that_may_not_spread_is_refused(workers: Pool, world: Path) -> None:
     assert len(set(workers.run(2, _refused, make_config(world)))) == 1
+
+
+# ---------------------------------------------------------------------- the benchmark
+
+
+def _benchmark(ranks: Ranks, features: str) -> Any:
+    module = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "ranks.py"))
+    small = {"mixture.batch_size": 3, "mixture.group_size": 2, "experts.count": 3, "experts.top_k": 2}
+    setting = Setting("tiny", "full_ffn", features, length=8, overrides=small)
+    return module["measured"](setting, "gar", job_of(ranks), "cpu", 1, 2)
+
+
+@pytest.mark.parametrize("features", ["cached", "trained"])
+def test_the_script_of_the_ranks(workers: Pool, features: str) -> None:
+    (alone,) = workers.run(1, _benchmark, features)
+    for found in workers.run(2, _benchmark, features):
+        assert found["same_bits"]
+        assert 0 < found["lowest"] <= found["ms"] <= found["highest"]
+        assert found["bytes"] > alone["bytes"] == 0
 
 
 # ---------------------------------------------------------------------- the command
