@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-#: Every snippet of the library page stands alone; those of a page that goes on from snippet to snippet are one.
+#: Every snippet of the library page stands alone; those of a page that goes on from one to the next are one.
 LIBRARY = [
     *blocks(ROOT / "docs" / "library.md", "python"),
     "\n".join(blocks(ROOT / "docs" / "native_moe.md", "python")),
