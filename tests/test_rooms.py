@@ -16,8 +16,6 @@ PACKAGE = Path(gar.__file__).parent
 ROOMS = (
     "version", "errors", "seeds", "precision", "objective", "routing", "distributed", "metrics", "nn",
     "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
-    "version", "errors", "seeds", "precision", "objective", "routing", "distributed", "metrics", "nn",
-    "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
     "training", "presets", "inspection", "sweeps", "benchmark", "report", "comparison", "cli", "__main__",
 )  # fmt: skip
 
