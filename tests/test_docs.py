@@ -26,6 +26,7 @@ def blocks(page: Path, language: str) -> list[str]:
 LIBRARY = [
     *blocks(ROOT / "docs" / "library.md", "python"),
     "\n".join(blocks(ROOT / "docs" / "native_moe.md", "python")),
+    *blocks(ROOT / "docs" / "ranks.md", "python"),
 ]
 
 

@@ -14,9 +14,9 @@ import gar
 PACKAGE = Path(gar.__file__).parent
 #: A room imports only from rooms before it. The package's own ``__init__`` hands names out.
 ROOMS = (
-    "version", "errors", "seeds", "precision", "objective", "routing", "metrics", "nn", "observation",
-    "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation", "training", "presets",
-    "inspection", "sweeps", "benchmark", "report", "comparison", "cli",
+    "version", "errors", "seeds", "precision", "objective", "routing", "distributed", "metrics", "nn",
+    "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
+    "training", "presets", "inspection", "sweeps", "benchmark", "report", "comparison", "cli", "__main__",
 )  # fmt: skip
 
 

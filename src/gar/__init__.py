@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         comparison,
         config,
         data,
+        distributed,
         errors,
         evaluation,
         features,
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
-    "comparison", "config", "data", "errors", "evaluation", "features", "inspection", "methods", "metrics",
-    "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
+    "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection",
+    "methods", "metrics", "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
     "Config": "config.Config",
@@ -97,6 +98,7 @@ __all__ = [
     "config",
     "data",
     "diagnose",
+    "distributed",
     "errors",
     "evaluate",
     "evaluation",

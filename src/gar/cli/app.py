@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -22,6 +23,10 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 ClickException: Any = UsageError.__bases__[0]
 
 INTERRUPTED = 130
+#: Commands that a launcher may start as several ranks.
+SPREAD = ("train",)
+#: Failures that are told in one line.
+TOLD = ("TrainingFailure", "OutOfMemory", "EvaluationFailure", "RankLost", "RankFailed")
 
 #: verb: (module, attribute, one line of help). Modules are imported when their verb runs, so --help is quick.
 VERBS = {
@@ -73,6 +78,11 @@ class LazyVerbs(TyperGroup):
         name = args[0]
         if name not in VERBS:
             raise UserError(f"unknown command {name!r}{nearest(name, VERBS)}; see gar --help")
+        if several_ranks() and name not in SPREAD:
+            raise UserError(
+                f"gar {name} runs in one process; expected no launcher, or what spreads over ranks: "
+                + ", ".join(SPREAD)
+            )
         module, attribute, _ = VERBS[name]
         return name, _command(name, getattr(importlib.import_module(module), attribute)), args[1:]
 
@@ -124,7 +134,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit codes: 0 done, 1 a failure, 2 the user's input, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.showwarning = _warn
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code and several_ranks():
+        # A GPU that waits for the data of a lost rank would keep the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _warn(
@@ -161,18 +177,25 @@ def run(arguments: list[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         # By name: their types live behind the import of torch.
-        if type(error).__name__ in ("TrainingFailure", "OutOfMemory", "EvaluationFailure"):
-            return _say(str(error), 1)
+        if type(error).__name__ in TOLD:
+            return _say(str(error), 1, speaks=getattr(error, "speaks", False))
         raise
 
 
-def _say(message: str, code: int) -> int:
-    _print(f"error: {message}")
+def _say(message: str, code: int, speaks: bool = False) -> int:
+    _print(f"error: {message}", speaks)
     return code
 
 
-def _print(line: str) -> None:
+def _print(line: str, speaks: bool = False) -> None:
+    if several_ranks() and os.environ.get("RANK", "0") != "0" and not speaks:  # the first rank speaks for all
+        return
     Console(stderr=True, soft_wrap=True, highlight=False).print(line, markup=False)
+
+
+def several_ranks() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def _usage(error: Any) -> str:

@@ -19,7 +19,7 @@ from gar.methods.stgc import STGC
 from gar.methods.stgc_load import STGCLoad
 from gar.methods.switch_aux import SwitchAux
 from gar.methods.torchjd import TorchJD
-from gar.methods.update import GroupWeights, Pass, PassSite, Update, UpdateSite
+from gar.methods.update import GroupWeights, Pass, PassSite, Share, Update, UpdateSite
 
 REGISTRY: dict[str, type[Method]] = {
     cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
@@ -107,6 +107,7 @@ __all__ = [
     "Pass",
     "PassSite",
     "STGCLoad",
+    "Share",
     "SwitchAux",
     "TorchJD",
     "Update",

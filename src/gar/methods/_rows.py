@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gar.errors import UserError
 from gar.methods.base import Choices, Method
-from gar.methods.update import Pass, Update
+from gar.methods.update import Pass, Share, Update
 from gar.observation import WholeGradients
 
 
@@ -21,7 +21,8 @@ class GradientCombination(Method):
     They come from the one forward that every method runs (:class:`gar.observation.WholeGradients`). Row m is
     scaled by ``M v_m``, so that the mean row is the gradient of ``L_task``. The M x P matrix is kept on the
     model's device while it takes at most half of the free memory there, else in host memory; the combination
-    then streams over columns. A matrix that fits nowhere is refused at the first update.
+    then streams over columns. A matrix that fits nowhere is refused at the first update. Over ranks each has
+    the rows of its groups; :meth:`combine_spread` says what is exchanged.
     """
 
     whole_gradients: ClassVar[bool] = True
@@ -48,15 +49,44 @@ class GradientCombination(Method):
         with quiet:
             pass_.whole.fill(pass_.losses, weights.total * weights.task_weights, weights.grouping, rows)
 
+    @property
+    def spreads(self) -> bool:
+        own, base = type(self), GradientCombination
+        return own.backward is base.backward and own.finish is base.finish
+
     def finish(self, update: Update) -> None:
-        rows = update.scratch.pop("rows")
-        if update.scratch["filled"] != len(rows):
-            raise RuntimeError(f"{update.scratch['filled']} of {len(rows)} group gradients were computed")
-        _assign(update.parameters, self.combine(rows))
+        rows, filled = update.scratch.pop("rows", None), update.scratch.get("filled", 0)
+        if rows is None:  # a rank without groups
+            first = update.parameters[0]
+            size = sum(p.numel() for p in update.parameters)
+            rows = first.new_empty(0, size, dtype=torch.promote_types(first.dtype, torch.float32))
+        if filled != len(rows):
+            raise RuntimeError(f"{filled} of {len(rows)} group gradients were computed")
+        share = update.share
+        update.assign(self.combine(rows) if share is None else self.combine_spread(rows, share))
 
     def combine(self, rows: Tensor) -> Tensor:
         """The update direction [P] from the group rows [M, P]."""
         raise NotImplementedError
+
+    def combine_spread(self, rows: Tensor, share: Share) -> Tensor:
+        """The direction [P], on every rank, from this rank's rows: the first rank combines them all.
+
+        It needs the memory for them. What it draws at random is what one process draws.
+        """
+        ranks, size = share.ranks, rows.shape[1]
+        rows = share.filled(rows if len(rows) else None, rows.device)
+        none = rows.new_empty(0, size)
+        here = [(own if ranks.rank == 0 else 0, size) for own in share.groups.sizes]
+        parts = ranks.swap([rows, *[none] * (ranks.count - 1)], here)
+        direction = rows.new_empty(size)
+        if ranks.rank == 0:
+            whole = rows.new_empty(share.groups.count, size)
+            for part, numbers in zip(parts, share.groups.numbers, strict=True):
+                whole[numbers.to(whole.device)] = part
+            direction = self.combine(whole).to(direction)
+        ranks.copy([direction])
+        return direction
 
 
 def gram_matrix(rows: Tensor) -> Tensor:
@@ -93,12 +123,12 @@ def _squared(block: Tensor, columns: int = 1024) -> Tensor:
 def _blocks(rows: Tensor, entries: int | None = None) -> Iterator[Tensor]:
     """The columns in float64, 32 MiB at a time; on a GPU 128 MiB, which take longer than their launches."""
     entries = entries or (1 << 24 if rows.is_cuda else 1 << 22)
-    return (block.double() for block in rows.split(max(1, entries // len(rows)), dim=1))
+    return (block.double() for block in rows.split(max(1, entries // max(1, len(rows))), dim=1))
 
 
 def _allocate(pass_: Pass, whole: WholeGradients) -> Tensor:
-    """Room for the rows of the whole update, every row aligned; the device is chosen once."""
-    total, size = pass_.weights.total, whole.size
+    """Room for the rows of the update's groups here, every row aligned; the device is chosen once."""
+    total, size = pass_.weights.own, whole.size
     dtype = torch.promote_types(pass_.losses.dtype, torch.float32)
     stride = -(-size // 64) * 64
     if total not in whole.devices:
@@ -108,13 +138,13 @@ def _allocate(pass_: Pass, whole: WholeGradients) -> Tensor:
 
 def _row_device(pass_: Pass, size: int, dtype: torch.dtype) -> torch.device:
     device = pass_.losses.device
-    needed = pass_.weights.total * size * dtype.itemsize
+    needed = pass_.weights.own * size * dtype.itemsize
     if device.type == "cuda" and needed <= torch.cuda.mem_get_info(device)[0] // 2 + _reusable(device):
         return device
     free = _host_memory()
     if free is not None and needed > free:
         raise UserError(
-            f"method: {pass_.weights.total} group gradients of {size} parameters take "
+            f"method: {pass_.weights.own} group gradients of {size} parameters take "
             f"{needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of host memory are free; "
             "expected a larger mixture.group_size or fewer trainable parameters (backbone.trainable=false)"
         )
@@ -133,9 +163,3 @@ def _host_memory() -> int | None:
         return int(values["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: let the allocation itself decide
         return None
-
-
-def _assign(parameters: Sequence[nn.Parameter], direction: Tensor) -> None:
-    parts = direction.split([p.numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype)

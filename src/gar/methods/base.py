@@ -92,6 +92,15 @@ class Method(BaseModel):
         own = (getattr(type(self), hook) is getattr(Method, hook) for hook in ("terms", "backward", "finish"))
         return "gradients" in self.observes and all(own)
 
+    @property
+    def spreads(self) -> bool:
+        """Whether an update's groups may be spread over ranks, whose gradients are summed.
+
+        True where the gradient is a sum over passes, and a router loss is made of what an update's sites
+        give: both are of the whole update there. A method with its own backward says so itself.
+        """
+        return all(getattr(type(self), hook) is getattr(Method, hook) for hook in ("backward", "finish"))
+
     def check(self, choices: Choices) -> str | None:
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""
         return None

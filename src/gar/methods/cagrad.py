@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gar.methods._rows import GradientCombination, gram_matrix, mixtures
+from gar.methods.update import Share
 
 EPS = 1e-8
 
@@ -29,12 +31,27 @@ class CAGrad(GradientCombination):
     inner_steps: int = Field(10, ge=0)
 
     def combine(self, rows: Tensor) -> Tensor:
-        w = self.weights(gram_matrix(rows))
-        mean, mixed = mixtures(rows, torch.stack([torch.full_like(w, 1 / len(w)), w]))
+        return self.direction(gram_matrix(rows), lambda some: mixtures(rows, some)).to(rows.dtype)
+
+    def combine_spread(self, rows: Tensor, share: Share) -> Tensor:
+        """From the Gram matrix of all rows, and each rank's part of the two sums of rows."""
+        own = rows if len(rows) else None
+        gram = share.gram(own, rows.device, torch.float64)
+        here = share.groups.numbers[share.ranks.rank]
+
+        def mixed(some: Tensor) -> Tensor:
+            return share.sum(mixtures(rows, some[:, here.to(some.device)]))
+
+        return self.direction(gram, mixed).to(rows.dtype)
+
+    def direction(self, gram: Tensor, mixtures: Callable[[Tensor], Tensor]) -> Tensor:
+        """[P] in float64, from the Gram matrix and from ``mixtures``: coefficients [K, M] to [K, P]."""
+        w = self.weights(gram)
+        mean, mixed = mixtures(torch.stack([torch.full_like(w, 1 / len(w)), w]))
         # Of the vectors themselves: the Gram matrix cannot tell norms below 1e-8 of the rows' from zero.
         radius = self.c * torch.linalg.vector_norm(mean)
         direction: Tensor = mean.addcmul_(mixed, radius / (torch.linalg.vector_norm(mixed) + EPS))
-        return direction.to(rows.dtype)
+        return direction
 
     def weights(self, gram: Tensor) -> Tensor:
         """The simplex weights [M] from the Gram matrix [M, M]; multiplying the Gram leaves them unchanged.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from gar.methods.base import Method, MethodState
-from gar.methods.update import Update
+from gar.methods.update import Update, over
 from gar.objective import accurate, alignment_loss, gram_matrix
 
 #: The key in the saved state: updates made so far.
@@ -68,23 +68,19 @@ class GAR(Method):
     def router_loss(self, update: Update) -> Tensor | None:
         if not self.coefficient:
             return None
-        total = sum(
-            (
-                self.loss(
-                    site.probabilities(soft=self.probabilities == "softmax"),
-                    self.scaled(site.gradients(), update),
-                )
-                for site in update.sites
-            ),
-            start=update.zero,
-        )
+        total = update.zero
+        for site in update.sites:
+            p = site.probabilities(soft=self.probabilities == "softmax")
+            scale = None if self.gradients == "raw" else self.scale(site.lengths(), update)
+            total = total + self.loss(p, *site.observations(scale))
         return self.strength(update) * total
 
-    def loss(self, p: Tensor, rows: Tensor) -> Tensor:
-        """The objective of one site from ``p_m`` [M, E] and observations [M, d]."""
-        gram = None
+    def loss(self, p: Tensor, rows: Tensor | None, gram: Tensor | None = None) -> Tensor:
+        """The objective of one site from ``p_m`` [M, E] and observations [M, d] or their Gram matrix."""
         if not self.self_pairs:
-            gram = gram_matrix(accurate(rows))
+            if gram is None:
+                assert rows is not None
+                gram = gram_matrix(accurate(rows))
             gram = gram - gram.diagonal().diag_embed()
         return alignment_loss(
             p,
@@ -109,11 +105,12 @@ class GAR(Method):
         """The observations [M, d] as ``gradients`` asks for them; a zero row stays one."""
         if self.gradients == "raw":
             return rows
-        # Squares of tiny float32 gradients would underflow.
-        length = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-        if self.gradients == "task_scale":
-            member = one_hot(update.tasks.to(rows.device), update.task_count).to(length)
-            mean = (member.T @ length.square()) / member.sum(0).clamp(min=1)
-            length = (member @ mean).sqrt()
-        length = length.to(rows.dtype).unsqueeze(1)
-        return rows / torch.where(length > 0, length, torch.ones_like(length))
+        return over(rows, self.scale(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64), update))
+
+    def scale(self, length: Tensor, update: Update) -> Tensor:
+        """What the observations are divided by, [M], from their lengths."""
+        if self.gradients == "unit":
+            return length
+        member = one_hot(update.tasks.to(length.device), update.task_count).to(length)
+        mean = (member.T @ length.square()) / member.sum(0).clamp(min=1)
+        return (member @ mean).sqrt()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gar.distributed import Layout, Ranks, gather_rows, global_gram, sum_tensors
 from gar.nn import RoutedExperts
+from gar.objective import accurate, gram_matrix
 from gar.observation import Grouping, Observed, SiteObservation, WholeGradients, per_group_gradients
 from gar.routing import Routing
 
@@ -21,7 +24,8 @@ class GroupWeights:
 
     ``task_weights`` [M] is ``v_m = |m| / (T B_t)``, ``sample_weights`` [M] is ``|m| / sum_j |j|`` over the
     whole update, ``total`` the number of groups in the update. ``tasks`` int64 [M] is each group's task, a
-    number in ``[0, task_count)`` in the order of the mixture's tasks.
+    number in ``[0, task_count)`` in the order of the mixture's tasks. ``here`` is how many of the update's
+    groups this process has, where they are spread over several (None: all of them).
     """
 
     groups: Tensor | Grouping
@@ -30,6 +34,12 @@ class GroupWeights:
     total: int
     tasks: Tensor
     task_count: int
+    here: int | None = None
+
+    @property
+    def own(self) -> int:
+        """Groups of the update on this rank."""
+        return self.total if self.here is None else self.here
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -137,90 +147,213 @@ class Pass:
             site.observation.forget_factors()
 
 
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The groups of one update, spread over ranks: every rank knows where each of them is.
+
+    ``numbers[r]`` are the groups of rank r in its order, counted over the update; ``tasks`` and ``sizes`` [M]
+    (in examples) are those of all groups.
+    """
+
+    ranks: Ranks
+    numbers: Sequence[Sequence[int]]
+    tasks: Sequence[int]
+    sizes: Sequence[int]
+    task_count: int
+
+    @cached_property
+    def groups(self) -> Layout:
+        """Where the groups are."""
+        return Layout(tuple(torch.tensor(own, dtype=torch.long) for own in self.numbers), len(self.sizes))
+
+    @cached_property
+    def examples(self) -> Layout:
+        """Where the examples are, counted group by group."""
+        firsts = [0, *accumulate(self.sizes)]
+        spans = ([torch.arange(firsts[m], firsts[m + 1]) for m in own] for own in self.numbers)
+        none = torch.zeros(0, dtype=torch.long)
+        return Layout(tuple(torch.cat([none, *own]) for own in spans), firsts[-1])
+
+    def rows(self, own: Tensor | None, device: torch.device, layout: Layout | None = None) -> Tensor:
+        """All ranks' rows of a layout (default: that of the groups), in the update's order; differentiable in
+        the own ones. A rank without groups has None.
+        """
+        return gather_rows(self.filled(own, device), layout or self.groups, self.ranks)
+
+    def filled(self, own: Tensor | None, device: torch.device) -> Tensor:
+        """The own rows; where there are none, as many of the kind that the others have."""
+        if all(self.numbers):
+            assert own is not None
+            return own
+        some = next(rank for rank, numbers in enumerate(self.numbers) if numbers)
+        like = self.ranks.tell(None if own is None else (tuple(own.shape[1:]), own.dtype), some)
+        assert like is not None
+        return torch.zeros(0, *like[0], dtype=like[1], device=device) if own is None else own
+
+    def gram(self, own: Tensor | None, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """The Gram matrix [M, M] of all ranks' rows."""
+        return global_gram(self.filled(own, device), self.groups, self.ranks, dtype=dtype)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over ranks, in place; the same bits everywhere."""
+        sum_tensors([own], self.ranks)
+        return own
+
+
 class UpdateSite:
-    """One expert site over all passes of an update."""
+    """One expert site over all passes of an update, and all its ranks."""
 
-    def __init__(self, parts: Sequence[PassSite]) -> None:
-        self.parts = parts
-
-    @property
-    def bank(self) -> RoutedExperts:
-        return self.parts[0].bank
+    def __init__(self, parts: Sequence[PassSite], bank: RoutedExperts, update: Update) -> None:
+        self.parts, self.bank, self._update = parts, bank, update
 
     def probabilities(self, soft: bool = False) -> Tensor:
         """``p_m`` [M, E] of all groups, differentiable in the router alone; see :class:`PassSite`."""
-        return torch.cat([part.probabilities(soft) for part in self.parts])
+        return self._update.gathered([part.probabilities(soft) for part in self.parts])
 
     def gradients(self) -> Tensor:
-        """``g_m`` [M, d] of all groups, detached."""
+        """``g_m`` [M, d] of all groups, detached.
+
+        Over ranks every row goes to every rank: prefer :meth:`observations` or :meth:`gram` where they do.
+        """
+        return self._update.gathered([part.gradients() for part in self.parts])
+
+    def lengths(self) -> Tensor:
+        """``|g_m|`` [M] of all groups, float64: squares of tiny float32 gradients would underflow."""
+        of_parts = (part.gradients() for part in self.parts)
+        norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in of_parts]
+        return self._update.gathered(norms)
+
+    def observations(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """What the objective takes of ``g_m / scale_m``: the rows [M, d] and None, or None and their Gram.
+
+        The Gram matrix [M, M] is what goes between ranks; one process has the rows. ``scale`` [M] is 1 where
+        it is 0.
+        """
+        share = self._update.share
+        if share is None:
+            return over(self.gradients(), scale), None
+        return None, self.gram(scale)
+
+    def gram(self, scale: Tensor | None = None) -> Tensor:
+        """The Gram matrix [M, M] of ``g_m / scale_m``, detached."""
+        share = self._update.share
         parts = [part.gradients() for part in self.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if share is None:
+            return gram_matrix(accurate(over(torch.cat(parts), scale)))
+        own = torch.cat(parts) if parts else None
+        if scale is not None and own is not None:
+            own = over(own, scale[share.groups.numbers[share.ranks.rank].to(scale.device)])
+        return share.gram(own, self._update.zero.device)
 
     def example_gates(self) -> Tensor:
         """``q_n`` [n, E] of all examples, differentiable in the router alone.
 
         In a captured update some rows pad their group: they are zero, and so is their weight.
         """
-        return torch.cat([part.detached_routing().example_gates() for part in self.parts])
+        gates = [part.detached_routing().example_gates() for part in self.parts]
+        return self._update.gathered(gates, examples=True)
 
     def example_weights(self) -> Tensor:
         """Every row's share of the update's examples, [n]: sums with it are means over examples."""
-        return torch.cat([part.example_weights() for part in self.parts])
+        return self._update.gathered([part.example_weights() for part in self.parts], examples=True)
 
     def selections(self) -> Tensor:
         """How often the update's forwards chose each expert in each group, int64 [M, E]."""
-        return torch.cat([part.selections() for part in self.parts])
+        return self._update.gathered([part.selections() for part in self.parts])
+
+
+def over(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """``rows`` [M, d] over ``scale`` [M], in the rows' dtype; 1 stands for a scale of 0."""
+    if scale is None:
+        return rows
+    scale = scale.to(rows.dtype).unsqueeze(1)
+    return rows / torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 @dataclass
 class Update:
-    """All passes of one optimizer update."""
+    """All passes of one optimizer update.
+
+    Where its groups are spread over ranks (``share``), ``passes`` are those of this one, maybe none; what the
+    sites give, and what is said here of groups, is of the whole update on every rank.
+    """
 
     passes: list[Pass]
+    parameters: Sequence[nn.Parameter]
+    #: The banks that are observed, for a rank without passes.
+    banks: Sequence[RoutedExperts] = ()
+    #: What a method's own backward left behind in its passes.
+    scratch: dict[str, Any] = field(default_factory=dict)
+    #: What the method keeps from update to update; see :meth:`Method.initial_state`.
+    state: Any = None
+    share: Share | None = None
+    #: Whether ``.grad`` is that of the whole update already.
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        self._gathered: list[Tensor] = []
 
     @property
     def sites(self) -> list[UpdateSite]:
-        return [UpdateSite(parts) for parts in zip(*(each.sites for each in self.passes), strict=True)]
+        if not self.passes:  # a rank without groups
+            return [UpdateSite([], bank, self) for bank in self.banks]
+        parts = zip(*(each.sites for each in self.passes), strict=True)
+        return [UpdateSite(of_bank, of_bank[0].bank, self) for of_bank in parts]
+
+    def gathered(self, parts: Sequence[Tensor], examples: bool = False) -> Tensor:
+        """What the passes have of their groups (or examples), of the whole update and in its order."""
+        own = parts[0] if len(parts) == 1 else torch.cat(list(parts)) if parts else None
+        if self.share is None:
+            assert own is not None
+            return own
+        layout = self.share.examples if examples else self.share.groups
+        whole = self.share.rows(own, self.zero.device, layout)
+        if whole.requires_grad:
+            self._gathered.append(whole)
+        return whole
 
     def backward(self, loss: Tensor | None) -> None:
         """Back-propagate a loss of detached captures, and what the passes' backwards left at the gates."""
         sites = (site for each in self.passes for site in each.sites)
         roots = [pending for site in sites if (pending := site.observation.pending()) is not None]
-        if loss is not None:
+        if loss is not None and (self.share is None or self.share.ranks.rank == 0):
             roots.append((loss, torch.ones_like(loss)))
+        elif loss is not None and self._gathered:
+            # Every rank has the same loss. What it takes from a parameter itself, and not from the groups'
+            # rows, the first rank alone adds.
+            found = torch.autograd.grad(loss, self._gathered, allow_unused=True)
+            roots += [(x, grad) for x, grad in zip(self._gathered, found, strict=True) if grad is not None]
+        self._gathered = []
         if roots:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+
+    def assign(self, direction: Tensor) -> None:
+        """``.grad`` of all parameters from the whole update's direction [P], the same on every rank."""
+        parts = direction.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype)
+        self.complete = True
 
     @property
     def losses(self) -> Tensor:
         """The groups' mean losses [M], detached."""
-        return torch.cat([each.losses for each in self.passes])
+        return self.gathered([each.losses for each in self.passes])
 
     @property
     def tasks(self) -> Tensor:
         """The task number of every group, int64 [M]; see :attr:`task_count`."""
+        if self.share is not None:
+            return torch.tensor(self.share.tasks, device=self.zero.device)
         return torch.cat([each.weights.tasks for each in self.passes])
 
     @property
     def task_count(self) -> int:
         """Tasks of the mixture; every task has at least one group in an update."""
-        return self.passes[0].weights.task_count
-
-    @property
-    def state(self) -> Any:
-        """What the method keeps from update to update; see :meth:`Method.initial_state`."""
-        return self.passes[0].state
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self.passes[0].parameters
+        return self.passes[0].weights.task_count if self.share is None else self.share.task_count
 
     @property
     def zero(self) -> Tensor:
         """A scalar zero in the loss's dtype and device, to start sums with."""
-        return self.passes[0].losses.new_zeros(())
-
-    @property
-    def scratch(self) -> dict[str, Any]:
-        """What a method's own backward left behind in its passes."""
-        return self.passes[0].scratch
+        if self.passes:
+            return self.passes[0].losses.new_zeros(())
+        return accurate(self.parameters[0]).detach().new_zeros(())

@@ -34,7 +34,15 @@ from gar.runs.state import State, is_locked, state_of
 #: In environment.json, what the key of that name came to.
 SPLIT = "max_tokens_per_pass"
 #: Facts of an environment that may change last bits of what is computed.
-NUMERIC = ("device", "device_name", "threads", "libraries.torch", "libraries.transformers", "libraries.numpy")
+NUMERIC = (
+    "device",
+    "device_name",
+    "threads",
+    "libraries.torch",
+    "libraries.transformers",
+    "libraries.numpy",
+    "ranks",
+)
 
 
 class RunDirectory:
@@ -92,12 +100,13 @@ def hold(
     note: str = "",
     data: Mapping[str, str] | None = None,
     keeps_split: bool = False,
+    ranks: int = 1,
 ) -> Iterator[RunDirectory]:
     """Hold the directory for one process, with config.yaml and environment.json in it.
 
     ``data`` are digests of the tasks' examples; a run goes on only with those that it began with, and where
-    ``keeps_split`` only with the same ``max_tokens_per_pass``. An error of the user's before the first update
-    leaves the directory as it was.
+    ``keeps_split`` only with the same ``max_tokens_per_pass``. ``ranks`` processes train together. An error
+    of the user's before the first update leaves the directory as it was.
     """
     check_directory(path, resume)
     new = not path.exists()
@@ -107,7 +116,7 @@ def hold(
             _check_state(path, resume)  # again, since nobody else can change it now
             begun = (path / CONFIG).is_file()
             try:
-                yield _begin(path, config, begun, note, dict(data or {}), keeps_split)
+                yield _begin(path, config, begun, note, dict(data or {}), keeps_split, ranks)
             except (UserError, OSError):
                 if not begun and not _has_progress(path):
                     _forget(path, new)
@@ -189,9 +198,15 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple
 
 
 def _begin(
-    path: Path, config: Config, begun: bool, note: str, data: dict[str, str], keeps_split: bool
+    path: Path,
+    config: Config,
+    begun: bool,
+    note: str,
+    data: dict[str, str],
+    keeps_split: bool,
+    ranks: int,
 ) -> RunDirectory:
-    now = environment(config) | {"data": data}
+    now = environment(config) | {"ranks": ranks, "data": data}
     changed: list[str] = []
     if begun:
         _require_same(path / CONFIG, config)

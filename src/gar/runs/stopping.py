@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, Self
 
@@ -11,11 +13,15 @@ from typing import Any, Self
 class StopSignals:
     """Inside, the first SIGINT or SIGTERM is noted and asks to stop in order; the next one acts at once.
 
+    One within ``grace`` seconds of the first is the same request: a launcher passes on what a terminal has
+    sent to all.
+
     Called, it says whether one came; outside of the main thread, where Python delivers none, never.
     """
 
-    def __init__(self) -> None:
-        self.seen = False
+    def __init__(self, grace: float = 0.0) -> None:
+        self.seen, self.grace = False, grace
+        self._first = math.inf
         self._previous: dict[int, Any] = {}
 
     def __call__(self) -> bool:
@@ -31,8 +37,14 @@ class StopSignals:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
-        self._restore()
+        now = time.monotonic()
+        if self.seen and now - self._first >= self.grace:
+            self._restore()
+            signal.raise_signal(number)
+        if not self.seen:
+            self.seen, self._first = True, now
+            if not self.grace:
+                self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

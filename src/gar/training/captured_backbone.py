@@ -148,4 +148,6 @@ class CapturedBackbone(CapturedUpdates):
 
 def updates_of(updater: Updater) -> Updater | CapturedUpdates:
     """What runs the updates of an updater best: captured, where they can be (key ``capture``)."""
+    if updater.job.count > 1:  # what goes between ranks passes through the host
+        return updater
     return CapturedUpdates.of(updater) or CapturedBackbone.of(updater) or updater

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gar.distributed import Job
 from gar.errors import UserError
 from gar.methods import MethodState
 from gar.model.multitask import MultiTaskModel
@@ -112,6 +113,27 @@ def load(
         return {"update": state["update"], "facts": state["facts"]}
     warn(f"{root}: no intact checkpoint to continue from; training starts from the beginning")
     return None
+
+
+def align(
+    job: Job, model: MultiTaskModel, optimizer: torch.optim.Optimizer, kept: MethodState | None = None
+) -> None:
+    """Every rank takes what the first one has: weights, the optimizer's moments, what the method keeps."""
+    if job.count == 1:
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    job.ranks.copy([*model.trainable_parameters(), *buffers, *state_tensors(kept).values()])
+    moments = _optimizer_tensors(optimizer)
+    shapes = job.told(lambda: {name: (t.shape, t.dtype, t.device.type) for name, t in moments.items()})
+    if not job.is_first:
+        device = {"cpu": torch.device("cpu")}
+        moments = {
+            name: torch.empty(shape, dtype=dtype, device=device.get(kind, model.device))
+            for name, (shape, dtype, kind) in shapes.items()
+        }
+    job.ranks.copy(moments.values())
+    if moments and not job.is_first:
+        _restore(optimizer, moments)
 
 
 def state_tensors(kept: MethodState | None) -> dict[str, Tensor]:

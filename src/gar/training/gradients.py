@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from gar.methods import GroupWeights, Method, Pass, Update
+from gar.distributed import sum_tensors
+from gar.methods import GroupWeights, Method, Pass, Share, Update
+from gar.nn import expert_banks
 from gar.observation import Observed, WholeGradients, observe
 from gar.precision import float32_products
 
@@ -27,12 +29,16 @@ def fill_gradients(
     observation: str = "one_pass",
     state: Any = None,
     whole: WholeGradients | None = None,
+    share: Share | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Update:
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
 
     ``observed`` holds the expert banks (or modules with banks inside), ``observation`` is ``one_pass`` or
     ``per_group``, ``state`` the method's own (:meth:`gar.methods.Method.initial_state`). ``whole`` serves a
     method with ``whole_gradients`` from update to update; without it ``observed`` are the modules it knows.
+    With a ``share`` the passes are those of this rank's groups, and ``.grad`` is that of all ranks; ``ready``
+    is called after the passes, before anything is exchanged.
     """
     for parameter in parameters:
         parameter.grad = None
@@ -60,12 +66,16 @@ def fill_gradients(
                 pass_.capture_one_pass()
         pass_.release()
         passes.append(pass_)
-    update = Update(passes)
+    banks = list(dict.fromkeys(bank for module in observed for bank in expert_banks(module)))
+    update = Update(passes, parameters, banks if method.observes else [], scratch, state, share)
+    ready()
     with float32_products(parameters[0].device):  # whatever precision the passes had
         method.finish(update)
     for parameter in parameters:
         if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
             parameter.grad = torch.zeros_like(parameter)
+    if share is not None and not update.complete:
+        sum_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], share.ranks)
     return update
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from gar.config import Config
 from gar.data.task import Mixture
+from gar.distributed import Job
 from gar.evaluation import EvaluationFailure, diagnose, evaluate, measure_accuracy
 from gar.features.sources import Progress, Source, make_sources
 from gar.model import MultiTaskModel
@@ -24,6 +25,9 @@ from gar.training.updater import TrainingFailure, Updater
 #: Makes the sources of a mixture's training and validation splits, and of its selection part if it has one,
 #: telling how far it is.
 Sources = Callable[[Progress | None], Sequence[Source]]
+
+#: Seconds in which a launcher may repeat a signal that its processes have had already.
+GRACE = 10.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,24 +55,31 @@ def fit(
     record: Callable[[int | None], None] | None = None,
     sources: Sources | None = None,
     selection: Mixture | None = None,
+    job: Job | None = None,
 ) -> dict[str, Any]:
     """Train ``model`` in place; returns a result's ``updates``, ``accuracy``, ``routing`` and ``timing``.
 
     Beside them ``diagnosis`` holds what :func:`gar.diagnose` found at the end. ``record`` is told what
     ``max_tokens_per_pass: auto`` comes to. ``sources`` makes those of the mixture's training and validation
     splits where something better is at hand than to begin from the texts. The validation splits of
-    ``selection`` are measured at the end too, as ``accuracy.selection``.
+    ``selection`` are measured at the end too, as ``accuracy.selection``. Of the ranks of a ``job`` the first
+    one measures and keeps.
     """
-    hooks, history = hooks or Hooks(), history or History(None)
+    hooks, history, job = hooks or Hooks(), history or History(None), job or Job.alone()
     make: Sources = sources or partial(make_sources, model, mixture, config.cache, selection=selection)
-    source, validation, *held = make(hooks.features)
-    limit = PassLimit(config.max_tokens_per_pass, hooks.message, record)
-    updater = Updater(model, source, config, [task.name for task in mixture.tasks], limit)
+    source, validation, *held = job.each(lambda: make(hooks.features))
+    limit = PassLimit(config.max_tokens_per_pass, hooks.message, record, job)
+    updater = job.each(lambda: Updater(model, source, config, [t.name for t in mixture.tasks], limit, job))
     total = updater.total
-    start, seconds = 0, 0.0
-    if resume and checkpoints is not None:
+
+    def load() -> tuple[int, float]:
+        if not resume or checkpoints is None:
+            return 0, 0.0
         state = checkpoint.load(checkpoints, model, updater.optimizer, hooks.message, updater.state)
-        start, seconds = (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
+        return (state["update"], state["facts"]["seconds"]) if state else (0, 0.0)
+
+    start, seconds = job.told(load)
+    checkpoint.align(job, model, updater.optimizer, updater.state)
     history.rewind(start, hooks.message)
     updates = updates_of(updater)
     saved = time.monotonic()
@@ -77,22 +88,29 @@ def fit(
         nonlocal saved
         updater.check(done)
         saved = time.monotonic()
+        job.first(partial(keep, done))
+
+    def keep(done: int) -> None:
         if checkpoints is not None:
             history.flush()
-            facts, keep = {"seconds": seconds}, config.checkpoint.keep
-            checkpoint.save(checkpoints, done, model, updater.optimizer, facts, keep, updater.state)
+            facts, count = {"seconds": seconds}, config.checkpoint.keep
+            checkpoint.save(checkpoints, done, model, updater.optimizer, facts, count, updater.state)
 
     def measure(
         done: int, how: Callable[..., dict[str, Any]], of: Mixture = mixture, where: Source = validation
     ) -> dict[str, Any]:
         updater.check(done)
-        try:
-            return how(model, of, source=where, options=config.evaluation)
-        except EvaluationFailure as error:
-            raise TrainingFailure(str(error), done) from error
+
+        def measured() -> dict[str, Any]:
+            try:
+                return how(model, of, source=where, options=config.evaluation)
+            except EvaluationFailure as error:
+                raise TrainingFailure(str(error), done) from error
+
+        return job.told(measured)
 
     model.train()
-    with StopSignals() as stopping:
+    with StopSignals(GRACE if job.count > 1 else 0.0) as stopping:
         due = config.evaluation.every, config.checkpoint.every
         for first, last in blocks(start, total, updates.stride, *due):
             began = time.perf_counter()
@@ -106,10 +124,11 @@ def fit(
             if is_due(config.evaluation.every, last) and last < total:
                 history.evaluation(last, measure(last, evaluate))
             rested = time.monotonic() - saved >= config.checkpoint.pause
+            stop = job.any(stopping())
             # The last one protects finished weights while they are measured and written.
-            if stopping() or last == total or (is_due(config.checkpoint.every, last) and rested):
+            if stop or last == total or (is_due(config.checkpoint.every, last) and job.any(rested)):
                 save(last)
-            if stopping():
+            if stop:
                 raise Interrupted(f"stopped after update {last} of {total}")
         history.flush()
         diagnosis = measure(total, diagnose)
@@ -117,9 +136,11 @@ def fit(
         if selection is not None:
             found = measure(total, measure_accuracy, selection, held[0])
             accuracy["selection"] = {key: found[key] for key in ("macro", "tasks")}
-        if stopping():
+        if job.any(stopping()):
             raise Interrupted(f"stopped after update {total} of {total}")
     timing = {"updates_per_second": total / seconds, "step_seconds_mean": seconds / total}
+    if job.count > 1:
+        timing["bytes_sent_per_update"] = updater.sent / max(1, total - start)
     sections = {"accuracy": accuracy, "routing": diagnosis["routing"]}
     return {"updates": total, **sections, "timing": timing, "diagnosis": diagnosis}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gar.config import Config
 from gar.data.batches import Group
+from gar.distributed import Job
 from gar.features import Source
 from gar.methods import GAR, GroupWeights
 from gar.model import MultiTaskModel
@@ -27,6 +28,10 @@ TOKENS_ELSEWHERE = 2048
 SHARE = 0.5
 
 T = TypeVar("T")
+
+
+class _DoesNotFitElsewhere(Exception):
+    """A pass of another rank ran out of memory."""
 
 
 class Trained(Protocol):
@@ -50,7 +55,8 @@ class PassLimit:
     (:func:`fitting_tokens`), one elsewhere takes :data:`TOKENS_ELSEWHERE`, a frozen one has no limit. If
     update 0 runs out of memory all the same, the limit is halved, ``message`` says so, and the update is
     computed again: nothing has been stepped, and every random stream is a function of the update's number.
-    ``record`` is told the limit as often as ``auto`` finds one.
+    ``record`` is told the limit as often as ``auto`` finds one. The ranks of a job have one limit, that
+    of the smallest memory.
     """
 
     def __init__(
@@ -58,7 +64,9 @@ class PassLimit:
         key: int | Literal["auto"] | None,
         message: Callable[[str], None] | None = None,
         record: Callable[[int | None], None] | None = None,
+        job: Job | None = None,
     ) -> None:
+        self._job = job or Job.alone()
         self.auto, self.settled = key == "auto", key != "auto"
         self.tokens = None if key == "auto" else key
         self._message, self._record = message or (lambda line: None), record or (lambda tokens: None)
@@ -70,23 +78,40 @@ class PassLimit:
         self.settled = True
         if updater.model.config.trainable:
             on_cuda = updater.model.device.type == "cuda"
-            self.tokens = fitting_tokens(updater) if on_cuda else TOKENS_ELSEWHERE
+            self.tokens = self._job.smallest(fitting_tokens(updater) if on_cuda else TOKENS_ELSEWHERE)
         self._record(self.tokens)
 
-    def halving(self, compute: Callable[[], T], largest: Callable[[], int | None]) -> T:
+    def halving(self, compute: Callable[[Callable[[], None]], T], largest: Callable[[], int | None]) -> T:
         """What ``compute`` returns, under a lower limit each time that it runs out of memory.
 
         ``largest()`` counts the padded tokens of the largest pass under the limit as it is, None where no
-        pass can be split.
+        pass can be split. ``compute`` calls its argument once its passes are over: a rank whose passes fit
+        then learns of others' that do not.
         """
         while True:
+            asked = False
+
+            def ready() -> None:
+                nonlocal asked
+                asked = True
+                if self._job.any(False):
+                    raise _DoesNotFitElsewhere
+
+            tokens, reason = None, ""
             try:
-                return compute()
+                return compute(ready)
             except torch.OutOfMemoryError as error:
                 tokens, reason = largest(), _first_line(error)
-                if not self.auto or tokens is None:
+                if not self.auto or tokens is None or (asked and self._job.count > 1):
                     raise
+            except _DoesNotFitElsewhere:
+                pass
             # Outside of the handler: the error's traceback holds the tensors of the failed pass.
+            if not asked:
+                self._job.any(True)
+            tokens = self._job.smallest(tokens)
+            assert tokens is not None
+            reason = reason or "on another rank"
             release_memory()
             self.tokens = power_of_two_below(tokens)
             self._message(

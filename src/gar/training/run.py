@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, expla
 from gar.data import Mixture, check_mixture
 from gar.data.registry import registry
 from gar.data.task import Task
+from gar.distributed import Job, device_of_rank
 from gar.errors import UserError, nearest
 from gar.methods import GAR, Method
 from gar.model import MultiTaskModel
@@ -44,6 +46,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     hooks: Hooks | None = None,
+    job: Job | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a model in place on a mixture; returns the result (the content of result.json).
@@ -52,8 +55,10 @@ def train(
     or of :class:`~gar.config.Config` (``seed=1``, ``observation="per_group"``); everything else comes from
     the model and the mixture. With ``out`` the run is kept in that directory, see ``docs/files.md``;
     ``resume=True`` goes on from its last checkpoint; of a finished run it returns the result, and gives
-    ``model`` the weights.
+    ``model`` the weights. On several processes each calls this with the same arguments and its ``job``
+    (:func:`gar.distributed.joined`), see ``docs/ranks.md``.
     """
+    job = job or Job.alone()
     described = config is not None
     if config is None:
         config = _config_of(model, mixture, method or GAR(), options)
@@ -64,17 +69,16 @@ def train(
     check_mixture(model.tasks, mixture)
     begun = Start.of(model, mixture, config)
     with computing_threads(config.threads):
-        model.to(resolve_device(config.device))
+        _place(model, config, job)
         if out is None:
-            return _fit(begun, config, None, hooks).to_dict()
+            return _fit(begun, config, None, hooks, job).to_dict()
         path = Path(out)
-        if resume and (result := finished(path, config)) is not None:
+        if resume and (result := job.told(lambda: finished(path, config))) is not None:
             if (path / MODEL).is_dir():  # a sweep may have dropped it
                 model.load_weights(path / MODEL)
             return result.to_dict()
-        note, split = "" if described else IN_MEMORY, model.draws_by_pass
-        with hold(path, config, resume, note=note, data=begun.digests(), keeps_split=split) as directory:
-            return _fit(begun, config, directory, hooks).to_dict()
+        with _held(path, config, resume, begun, job, "" if described else IN_MEMORY) as directory:
+            return _fit(begun, config, directory, hooks, job).to_dict()
 
 
 def train_from_config(
@@ -85,29 +89,54 @@ def train_from_config(
     hooks: Hooks | None = None,
     shared: Shared | None = None,
     probe: bool = False,
+    job: Job | None = None,
 ) -> dict[str, Any]:
     """Load the mixture, build the model on its backbone, and :func:`train` into ``out``.
 
     A finished run is not loaded again: with ``resume`` its result is returned. ``shared`` keeps what this run
     loads for the next one that is given it, see :class:`Shared`. With ``probe`` the run trains on 90 % of the
-    training splits and is measured on the rest, the validation splits have no part in it.
+    training splits and is measured on the rest, the validation splits have no part in it. ``job`` as for
+    :func:`train`.
     """
-    directory = Path(out)
-    if resume and (result := finished(directory, config)) is not None:
+    directory, job = Path(out), job or Job.alone()
+    if resume and (result := job.told(lambda: finished(directory, config))) is not None:
         return result.to_dict()
-    check_directory(directory, resume)
+    job.first(lambda: check_directory(directory, resume))
     with computing_threads(config.threads):
-        begun = start(config, shared, probe)
-        begun.model.to(resolve_device(config.device))
-        split = begun.model.draws_by_pass
-        with hold(directory, config, resume, data=begun.digests(), keeps_split=split) as held:
-            return _fit(begun, config, held, hooks).to_dict()
+        begun = job.each(lambda: start(config, shared, probe))
+        _place(begun.model, config, job)
+        with _held(directory, config, resume, begun, job) as held:
+            return _fit(begun, config, held, hooks, job).to_dict()
 
 
-def _fit(begun: Start, config: Config, directory: RunDirectory | None, hooks: Hooks | None) -> RunResult:
+def _place(model: MultiTaskModel, config: Config, job: Job) -> None:
+    device = job.each(lambda: resolve_device(device_of_rank(config.device, job)))
+    model.to(device)
+    job.use(device)
+
+
+@contextmanager
+def _held(
+    path: Path, config: Config, resume: bool, begun: Start, job: Job, note: str = ""
+) -> Iterator[RunDirectory | None]:
+    """The run directory, which the first rank alone holds; None on the others."""
+    split = begun.model.draws_by_pass
+    with ExitStack() as stack:
+        holding = partial(
+            hold, path, config, resume, note=note, data=begun.digests(), keeps_split=split, ranks=job.count
+        )
+        yield job.first(lambda: stack.enter_context(holding()))
+
+
+def _fit(
+    begun: Start, config: Config, directory: RunDirectory | None, hooks: Hooks | None, job: Job
+) -> RunResult:
     """Train, measure, and leave a finished directory behind, where there is one."""
     model, mixture, hooks = begun.model, begun.mixture, hooks or Hooks()
     path = None if directory is None else directory.path
+    if not job.is_first:
+        hooks = Hooks()
+        config = config.model_copy(update={"tracking": "none"})
     with closing(Tracker(config.tracking, path, config.to_dict())) as tracker:
         history = History(None if directory is None else directory.history, tracker)
         try:
@@ -115,22 +144,25 @@ def _fit(begun: Start, config: Config, directory: RunDirectory | None, hooks: Ho
                 hooks.message(
                     f"goes on although {change}: the same up to rounding, see docs/reproducibility.md"
                 )
-            sections = fit(
-                model,
-                mixture,
-                config if directory is None else directory.in_force(config),
-                history=history,
-                checkpoints=None if directory is None else directory.checkpoints,
-                resume=directory is not None and directory.begun,
-                hooks=hooks,
-                record=None if directory is None else directory.record_split,
-                sources=begun.sources,
-                selection=begun.selection,
-            )
-            result = _result(config, mixture, sections)
-            if directory is not None:
-                _save_model(directory.model, model, model_card(model, config, mixture, result.to_dict()))
-                directory.finish(result, sections["diagnosis"])
+            with job.explained():
+                limit = job.told(
+                    lambda: (directory.in_force(config) if directory else config).max_tokens_per_pass
+                )
+                sections = fit(
+                    model,
+                    mixture,
+                    config.model_copy(update={"max_tokens_per_pass": limit}),
+                    history=history,
+                    checkpoints=None if directory is None else directory.checkpoints,
+                    resume=directory is not None and directory.begun,
+                    hooks=hooks,
+                    record=None if directory is None else directory.record_split,
+                    sources=begun.sources,
+                    selection=begun.selection,
+                    job=job,
+                )
+                result = _result(config, mixture, sections)
+                job.first(lambda: _finish(directory, result, sections, begun, config))
         except Exception as error:
             if directory is not None:
                 update = error.update if isinstance(error, TrainingFailure) else history.last_update
@@ -140,6 +172,20 @@ def _fit(begun: Start, config: Config, directory: RunDirectory | None, hooks: Ho
             raise
         tracker.log(result.updates, {"evaluation": {key: sections[key] for key in ("accuracy", "routing")}})
     return result
+
+
+def _finish(
+    directory: RunDirectory | None,
+    result: RunResult,
+    sections: dict[str, Any],
+    begun: Start,
+    config: Config,
+) -> None:
+    if directory is None:
+        return
+    card = model_card(begun.model, config, begun.mixture, result.to_dict())
+    _save_model(directory.model, begun.model, card)
+    directory.finish(result, sections["diagnosis"])
 
 
 def _save_model(directory: Path, model: MultiTaskModel, card: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import ClassVar
@@ -19,8 +19,10 @@ from torch.optim import AdamW
 
 from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates, passes
+from gar.distributed import Job
+from gar.errors import UserError
 from gar.features.sources import Part, Source
-from gar.methods import GroupWeights, Update
+from gar.methods import GroupWeights, Share, Update
 from gar.model import MultiTaskModel
 from gar.observation import Grouping, WholeGradients
 from gar.seeds import derive_seed
@@ -51,7 +53,8 @@ class Updater:
     It owns what goes from update to update beside the weights: the optimizer and the method's own state.
     ``names`` are the tasks of the source's splits, in order. ``total`` is the update budget, ``schedule``
     the groups of every update, ``limit`` what a pass may take (default: what the configuration says). For a
-    seed and a limit, batches and dropout are the same whatever the method.
+    seed and a limit, batches and dropout are the same whatever the method. Each rank of a ``job`` has some
+    of the groups, and makes the same step.
     """
 
     #: Updates that best go together in one :meth:`block`.
@@ -64,15 +67,24 @@ class Updater:
         config: Config,
         names: Sequence[str],
         limit: PassLimit | None = None,
+        job: Job | None = None,
     ) -> None:
         self.model, self.source, self.config, self.names = model, source, config, list(names)
-        self.limit = limit or PassLimit(config.max_tokens_per_pass)
+        self.job = job or Job.alone()
+        self.limit = limit or PassLimit(config.max_tokens_per_pass, job=self.job)
         self.method, self.seed = config.method, config.seed
+        if self.job.count > 1 and not self.method.spreads:
+            raise UserError(
+                f"method {self.method.name} has its own backward or finish and does not say that it spreads "
+                "over ranks; expected one process, or a property spreads that is true where it is exact"
+            )
         sizes = [len(lengths) for lengths in source.lengths]
         mixture = config.mixture
         self.schedule = Updates(self.names, sizes, mixture.batch_size, mixture.group_size, self.seed)
         self.total = total_updates(config.optimizer, self.schedule)
         self.parameters = model.trainable_parameters()
+        #: Bytes that this rank has sent in updates.
+        self.sent = 0
         self.optimizer = make_optimizer(model, config.optimizer)
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
@@ -88,15 +100,19 @@ class Updater:
     def run(self, number: int) -> Outcome:
         """Update ``number`` = 0, 1, …; raises :class:`TrainingFailure` before a non-finite step is taken."""
         groups = self.schedule.groups(number)
+        before = self.job.ranks.bytes
         update = self.gradients(groups, number)
         norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         rate = self.learning_rate(number)
-        outcome = self._checked(groups, update, norm, rate, number)
+        told = torch.cat([update.losses.double(), norm.double().reshape(1)])
+        self.job.wait(self.model.device)
+        outcome = self._checked(groups, told, rate, number)
         clip_grads_with_norm_(self.parameters, self.config.optimizer.clip, norm)
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         with torch.no_grad():
             self.method.after_step(update)
+        self.sent += self.job.ranks.bytes - before
         return outcome
 
     def gradients(self, groups: Sequence[Group], number: int) -> Update:
@@ -106,17 +122,44 @@ class Updater:
         backbone, the result does not depend on the split.
         """
         self.limit.settle(self)
+        own, share = self.share(groups)
         if number:
-            return self._in_passes(groups, number)
-        return self.limit.halving(lambda: self._in_passes(groups, number), lambda: self._largest(groups))
+            return self._in_passes(own, number, share)
+        return self.limit.halving(
+            lambda ready: self._in_passes(own, 0, share, ready), lambda: self._largest(own)
+        )
+
+    def share(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Share | None]:
+        """This rank's groups of an update, and where the others are; one process has them all."""
+        ranks = self.job.ranks
+        if self.job.count == 1:
+            return groups, None
+        lengths = self.source.lengths
+        numbers = balanced([len(g) * int(lengths[g.task][g.examples].max()) for g in groups], ranks.count)
+        tasks, sizes = [group.task for group in groups], [len(group) for group in groups]
+        share = Share(ranks, numbers, tasks, sizes, len(self.names))
+        return [groups[m] for m in numbers[ranks.rank]], share
 
     def split(self, groups: Sequence[Group]) -> list[list[Group]]:
         """The passes of an update, as memory and padding make sensible."""
         cost = PASS_COST.get(self.model.device.type, 0)
-        return list(passes(groups, self.source.lengths, self.limit.tokens, cost))
+        return [] if not groups else list(passes(groups, self.source.lengths, self.limit.tokens, cost))
 
-    def _in_passes(self, groups: Sequence[Group], number: int) -> Update:
-        forwards = (partial(self.group_losses, part, number, len(groups)) for part in self.split(groups))
+    def _in_passes(
+        self,
+        groups: Sequence[Group],
+        number: int,
+        share: Share | None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Update:
+        """``ready`` is called once the passes are over, before anything is exchanged."""
+        total = len(groups) if share is None else len(share.sizes)
+
+        def forward(part: Sequence[Group]) -> tuple[Tensor, GroupWeights]:
+            losses, weights = self.group_losses(part, number, total)
+            return losses, weights if share is None else replace(weights, here=len(groups))
+
+        forwards = (partial(forward, part) for part in self.split(groups))
         with self.model.products():
             return fill_gradients(
                 self.method,
@@ -126,6 +169,8 @@ class Updater:
                 observation=self.config.observation,
                 state=self.state,
                 whole=self.whole,
+                share=share,
+                ready=ready,
             )
 
     def _largest(self, groups: Sequence[Group]) -> int | None:
@@ -193,6 +238,13 @@ class Updater:
         for name, tensor in {**owned, **state_tensors(self.state)}.items():
             if not tensor.isfinite().all():
                 raise TrainingFailure(f"{name} is no longer finite; expected a smaller learning rate", done)
+        if (place := self.job.differing([*{**owned, **state_tensors(self.state)}.values()])) is not None:
+            name = [*owned, *state_tensors(self.state)][place]
+            raise TrainingFailure(
+                f"{name} is not the same on all ranks; expected machines of one kind, and a method that "
+                "computes the same on each",
+                done,
+            )
 
     def outcome(self, groups: Sequence[Group], losses: list[float], norm: float, rate: float) -> Outcome:
         """What an update of these groups tells."""
@@ -201,11 +253,9 @@ class Updater:
             tasks[self.names[group.task]] += group.task_weight * len(tasks) * loss
         return Outcome(losses, tasks, norm, rate)
 
-    def _checked(
-        self, groups: Sequence[Group], update: Update, norm: Tensor, rate: float, number: int
-    ) -> Outcome:
+    def _checked(self, groups: Sequence[Group], told: Tensor, rate: float, number: int) -> Outcome:
         """Losses and gradient norm as numbers (the update's only read-back), or a failure that says where."""
-        *losses, norm_value = torch.cat([update.losses.double(), norm.double().reshape(1)]).tolist()
+        *losses, norm_value = told.tolist()
         for group, loss in zip(groups, losses, strict=True):
             if not math.isfinite(loss):
                 raise TrainingFailure(
@@ -229,6 +279,23 @@ class Updater:
                 number + 1,
             )
         return self.outcome(groups, losses, norm_value, rate)
+
+
+def balanced(costs: Sequence[int], count: int) -> list[list[int]]:
+    """Which of things with these costs each of ``count`` ranks takes: the dearest first, to who has least.
+
+    >>> balanced([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+    >>> balanced([1], 2)
+    [[0], []]
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for number in sorted(range(len(costs)), key=lambda m: (-costs[m], m)):
+        rank = loads.index(min(loads))
+        shares[rank].append(number)
+        loads[rank] += costs[number]
+    return [sorted(share) for share in shares]
 
 
 def total_updates(optimizer: OptimizerConfig, schedule: Updates) -> int:
