@@ -16,7 +16,8 @@ PACKAGE = Path(gar.__file__).parent
 ROOMS = (
     "version", "errors", "seeds", "precision", "objective", "routing", "distributed", "metrics", "nn",
     "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
-    "training", "presets", "inspection", "sweeps", "benchmark", "report", "comparison", "cli", "__main__",
+    "training", "presets", "inspection", "sweeps", "benchmark", "report", "comparison", "integrations", "cli",
+    "__main__",
 )  # fmt: skip
 
 

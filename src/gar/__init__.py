@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         evaluation,
         features,
         inspection,
+        integrations,
         methods,
         metrics,
         model,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
-    "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection",
+    "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection", "integrations",
     "methods", "metrics", "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
@@ -104,6 +105,7 @@ __all__ = [
     "evaluation",
     "features",
     "inspection",
+    "integrations",
     "marginal_scores",
     "masked_softmax",
     "methods",

@@ -265,6 +265,10 @@ class NativeSiteObservation(SiteObservation):
         assert seen.weights is not None
         return self._routing(seen.index, seen.weights, seen.logits)
 
+    @property
+    def router(self) -> nn.Module:
+        return self._seen.router
+
     def detached_routing(self) -> Routing:
         """The same from the router called again on its DETACHED input: differentiable in the router only."""
         seen = self._seen

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts
@@ -47,6 +47,12 @@ class SiteObservation:
     def routing(self) -> Routing:
         """The routing of the observed forward: attached to its graph inside the block, detached after it."""
         return self._record.require_forward()[1]
+
+    @property
+    def router(self) -> nn.Module:
+        """What decides here, adapters included; a router loss reaches its trainable parameters."""
+        router: nn.Module = self.bank.router
+        return router
 
     def detached_routing(self) -> Routing:
         """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only."""

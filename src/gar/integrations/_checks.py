@@ -1,0 +1,95 @@
+"""Settings of a trainer under which the objective would be wrong or never reach a router: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gar.errors import UserError
+from gar.integrations._groups import missing_column
+from gar.observation import SiteObservation
+
+THREE_WAYS = (
+    'modules_to_save=["gate"], target_parameters=["mlp.gate.weight"] or target_modules=["gate"] in the '
+    "LoraConfig (or `router`, where your model calls it so)"
+)
+
+
+def refuse_packing(args: Any) -> None:
+    """TRL's packing puts texts of several groups into one row, and drops the other columns."""
+    for option in ("packing", "padding_free"):
+        if getattr(args, option, False):
+            raise UserError(
+                f"{option}=True puts several texts into one row, so that a row has no group of its own; set "
+                f"{option}=False (group_by_length or a smaller max_length saves padding)"
+            )
+
+
+def refuse_column(column: str, dataset: Any) -> None:
+    """A dataset that says its columns has to have this one."""
+    known = getattr(dataset, "column_names", None)
+    if isinstance(known, Sequence) and not isinstance(known, str) and column not in known:
+        raise missing_column(column, [str(name) for name in known])
+
+
+def refuse_setting(trainer: Any) -> None:
+    """What changes gradients behind the mixin's back."""
+    args, accelerator = trainer.args, trainer.accelerator
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    plan = getattr(accelerator, "parallelism_config", None)
+    split = [
+        name for name in ("tp", "cp", "sp") if plan is not None and getattr(plan, f"{name}_enabled", False)
+    ]
+    reason = None
+    if args.n_gpu > 1:
+        reason = "nn.DataParallel runs copies of the model; start a process for every GPU (torchrun)"
+    elif trainer.is_deepspeed_enabled:
+        reason = "DeepSpeed keeps gradients out of reach; use DDP"
+    elif trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
+        reason = "FSDP shards the parameters; use DDP"
+    elif split or getattr(trainer, "is_distributed_loading_by_transformers", False):
+        reason = f"{' and '.join(split) or 'tensor'} parallelism splits texts or experts; use DDP"
+    elif args.torch_compile:
+        reason = "torch_compile=True skips the hooks that observe the experts; leave it off"
+    elif optimizer in ("lomo", "adalomo") or "layerwise" in optimizer:
+        reason = f"optim={optimizer!r} steps during the backward, before the router's gradient is complete"
+    if reason is not None:
+        raise UserError(f"the routers' objective cannot be added here: {reason}")
+
+
+def refuse_auxiliary_loss(trainer: Any) -> None:
+    """The model's pooled balance loss reaches earlier experts, and is no part of a group's loss."""
+    for module in trainer.model.modules():
+        config = getattr(module, "config", None)
+        if config is None or isinstance(config, Mapping):
+            continue
+        config = getattr(config, "text_config", None) or config
+        coefficient = getattr(config, "router_aux_loss_coef", 0)
+        on = getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False)
+        if coefficient and on:
+            raise UserError(
+                "the model adds its own balance loss (output_router_logits, router_aux_loss_coef "
+                f"{coefficient:g}), which pools all layers and reaches earlier experts; set "
+                "router_aux_loss_coef=0.0 (in the SFTConfig or the model's config) and "
+                "GARArguments(balance_coefficient=...) for one of every layer"
+            )
+
+
+def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:
+    """Which of the ``sites`` the objective is for: those of the ``layers`` whose router can be trained."""
+    known = sorted({site.layer for site in sites if site.layer is not None})
+    wrong = [layer for layer in layers or () if layer not in known]
+    if wrong:
+        raise UserError(
+            f"GARArguments.layers: the model has no MoE layer {wrong[0]}; expected some of "
+            f"{', '.join(map(str, known))}"
+        )
+    chosen = [n for n, site in enumerate(sites) if layers is None or site.layer in layers]
+    trained = [n for n in chosen if any(p.requires_grad for p in sites[n].router.parameters())]
+    if not trained:
+        raise UserError(
+            f"no router of the {len(chosen)} MoE layers can be trained ({sites[chosen[0]].name}, …): there "
+            f"is nothing to align; PEFT trains one with {THREE_WAYS}; or train without the objective, with "
+            "GARArguments(freeze_router=True)"
+        )
+    return trained
