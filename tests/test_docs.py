@@ -27,11 +27,15 @@ LIBRARY = [
     *blocks(ROOT / "docs" / "library.md", "python"),
     "\n".join(blocks(ROOT / "docs" / "native_moe.md", "python")),
     *blocks(ROOT / "docs" / "ranks.md", "python"),
+    *blocks(ROOT / "docs" / "trainer.md", "python"),
 ]
 
 
 @pytest.mark.parametrize("number", [n for n, text in enumerate(LIBRARY) if "data_dir=" not in text])
 def test_library_snippets_run(number: int) -> None:
+    if "from trl" in LIBRARY[number]:
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
     before = dict(REGISTRY)
     try:
         exec(compile(LIBRARY[number], f"library block {number}", "exec"), {})

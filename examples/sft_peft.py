@@ -1,0 +1,111 @@
+"""Supervised fine-tuning of a mixture-of-experts model with TRL, adapters of PEFT, and GAR for the routers.
+
+    python examples/sft_peft.py                                # a tiny random Qwen3-MoE, no network
+    python examples/sft_peft.py --model Qwen/Qwen3-30B-A3B --data texts.jsonl --output_dir runs/qwen
+
+`texts.jsonl` has one `{"text": ..., "group": ...}` a line (or `prompt` and `completion`). All options of
+SFTConfig and of GARArguments can be given. Several GPUs:
+`torchrun --nproc-per-node 4 examples/sft_peft.py ...`
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+from trl import SFTConfig, SFTTrainer
+
+from gar.integrations.transformers import GARArguments, GARMixin
+
+DOMAINS = {
+    "numbers": [str(n) for n in range(40)],
+    "colours": ["red", "green", "blue", "grey", "pink", "teal"],
+}
+
+
+class GARSFTTrainer(GARMixin, SFTTrainer):
+    """TRL's trainer with gradient-aligned routing."""
+
+
+@dataclass
+class Inputs:
+    """What is trained, and on what."""
+
+    model: str | None = None
+    data: str | None = None
+    rank: int = 16
+
+
+def tiny() -> tuple[Any, Any, datasets.Dataset]:
+    """A random model of 16 experts a layer, its tokenizer, and texts of two domains."""
+    words = ["<pad>", "</s>", *(word for domain in DOMAINS.values() for word in domain)]
+    vocabulary = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="</s>")
+    config = Qwen3MoeConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=4,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    draw = random.Random(0)
+    rows = [
+        {"text": " ".join(draw.choices(DOMAINS[group], k=draw.randint(6, 16))), "group": group}
+        for group in DOMAINS
+        for _ in range(256)
+    ]
+    return AutoModelForCausalLM.from_config(config), tokenizer, datasets.Dataset.from_list(rows)
+
+
+def main() -> None:
+    inputs, arguments, options = HfArgumentParser(
+        (Inputs, SFTConfig, GARArguments)
+    ).parse_args_into_dataclasses()
+    if inputs.model is None:
+        model, tokenizer, data = tiny()
+    elif inputs.data is None:
+        raise SystemExit("--model needs --data, a JSONL file with a text and a group a line")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+        data = datasets.load_dataset("json", data_files=inputs.data, split="train")
+    # The model's own balance loss pools all layers; --balance_coefficient is the one of every layer.
+    arguments.router_aux_loss_coef = 0.0
+    trainer = GARSFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
+        # PEFT freezes the routers unless they are named.
+        peft_config=LoraConfig(
+            r=inputs.rank,
+            target_modules=["q_proj", "v_proj"],
+            modules_to_save=["gate"],
+            task_type="CAUSAL_LM",
+        ),
+        gar=options,
+    )
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The example scripts run, on the made-up model and on a saved one."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUIET = [
+    "--use_cpu",
+    "--report_to",
+    "none",
+    "--disable_tqdm",
+    "True",
+    "--logging_steps",
+    "1",
+    "--save_strategy",
+    "no",
+]
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, out: Path, *options: object) -> list[dict[str, float]]:
+    """What a script logged in two updates."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("not a source checkout")
+    sizes = ["--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "2", "--max_steps", "2"]
+    script = EXAMPLES / f"{name}.py"
+    given = [*sizes, *QUIET, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", out, *options]
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, given)])
+    runpy.run_path(str(script), run_name="__main__")
+    state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
+    logs: list[dict[str, float]] = [entry for entry in state["log_history"] if "loss" in entry]
+    return logs
+
+
+@pytest.mark.parametrize("name", ["trainer", "sft_peft"])
+def test_the_scripts_run_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if name == "sft_peft":
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    logs = run(name, monkeypatch, tmp_path, "--coefficient", "1")
+    assert [log["gar/groups"] for log in logs] == pytest.approx([9, 9], abs=1)
+    assert all(log["gar/router_loss"] < 0 for log in logs)
+    assert "adapters/reached" not in logs[0] or logs[0]["adapters/reached"] == logs[0]["adapters/total"] > 0
+
+
+def test_a_model_and_data_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run("trainer", monkeypatch, tmp_path / "first")
+    rows = [{"text": "red green 3", "group": "a"}, {"text": "1 2 3 blue", "group": "b"}] * 40
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    logs = run(
+        "trainer", monkeypatch, tmp_path / "second", "--model", tmp_path / "first", "--data", data,
+        "--balance_coefficient", "0.01", "--layers", "0",
+    )  # fmt: skip
+    assert logs[0]["moe/purity"] >= 0.5
+    with pytest.raises(SystemExit, match="--model needs --data"):
+        run("trainer", monkeypatch, tmp_path / "third", "--model", tmp_path / "first")
