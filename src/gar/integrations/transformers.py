@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -38,6 +38,8 @@ from gar.routing import Routing
 __all__ = ["GARArguments", "GARMixin", "GARTrainer"]
 
 _log = logging.getLogger(__name__)
+#: What a slice of all groups' rows takes at most, between ranks.
+SLICE_BYTES = 2**27
 #: What rows can be held in.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -92,7 +94,7 @@ class GARArguments:
     rows_dtype: str | None = _option(
         None,
         "dtype (float32, bfloat16) in which group gradients [M, d] of every layer are held from micro-batch "
-        "to micro-batch; default: the experts' inputs and output gradients are held, and no [M, d]",
+        "to micro-batch; default: the experts' inputs and output gradients are held, or rows if smaller",
     )
     rows_device: str | None = _option(None, 'hold them there ("cpu"); default: where the experts are')
 
@@ -124,6 +126,22 @@ class GARArguments:
     @property
     def observes(self) -> bool:
         return self.aligns or self.balances or self.statistics != "off"
+
+
+def evenly(parts: Iterable[Tensor], width: int) -> Iterator[Tensor]:
+    """Slices [m, c] of a matrix's columns as slices of ``width``, at least 1; the last may be shorter.
+
+    >>> [part.shape[1] for part in evenly([torch.zeros(2, 3), torch.zeros(2, 4)], 5)]
+    [5, 2]
+    """
+    left: Tensor | None = None
+    for part in parts:
+        left = part if left is None else torch.cat([left, part], 1)
+        while left.shape[1] >= max(1, width):
+            yield left[:, : max(1, width)]
+            left = left[:, max(1, width) :]
+    if left is not None and left.shape[1]:
+        yield left
 
 
 @dataclass
@@ -493,9 +511,10 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if ranks.count == 1:
             return rows.gram()
         assert update.groups is not None
-        own = update.present[ranks.rank]
-        parts = (part[own.to(part.device)] for part in rows.slices())
-        return global_gram(parts, Layout(tuple(update.present), update.groups.count), ranks)
+        own, count = update.present[ranks.rank], update.groups.count
+        # A rank may hold rows where another one, with less tokens, holds captures: they are cut alike.
+        slices = evenly((part[own.to(part.device)] for part in rows.slices()), SLICE_BYTES // (8 * count))
+        return global_gram(slices, Layout(tuple(update.present), count), ranks)
 
     def _objective(self, shares: Tensor, gram: Tensor, groups: Groups) -> Tensor:
         options, gram = self.gar, self._scaled(gram, groups)
