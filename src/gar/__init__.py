@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 # The same once more, resolved on first use: `gar --help` and `gar.alignment_loss` import no transformers.
 _ROOMS = (
-    "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection", "integrations",
+    "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection",
+    "integrations",
     "methods", "metrics", "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
 )  # fmt: skip
 _EXPORTS = {
