@@ -31,7 +31,7 @@ from gar.comparison.estimate import Estimate, Prepared, makespan
 from gar.data import load_mixture, selection_mixture
 from gar.errors import UserError
 from gar.evaluation import load_model
-from gar.report.comparison import LEAST_SEEDS, Paired
+from gar.report.verdict import LEAST_SEEDS, Paired
 from gar.runs.files import read_json
 from gar.runs.names import MODEL, RESULT
 from gar.sweeps._worker import run_job

@@ -4,7 +4,8 @@
 """
 
 from gar.comparison.compare import Comparison, Recommended, Stopped, compare
-from gar.comparison.verdict import Kind, Recommendation, Verdict, judge, recommend
+from gar.comparison.recommend import Recommendation, recommend
+from gar.report.verdict import Kind, Verdict, judge
 
 __all__ = [
     "Comparison",

@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 
 from gar.comparison.arms import Arms, check_record, make_arms, write_record
 from gar.comparison.estimate import WORKER_START, Estimate, Prepared, Progress
-from gar.comparison.verdict import Recommendation, Verdict, judge, listing, number, recommend
+from gar.comparison.recommend import Recommendation, recommend
 from gar.config import Config, build, load_tree
 from gar.data import Mixture, Task, load_mixture, majority_shares, selection_mixture
 from gar.errors import UserError, path_kind
@@ -27,6 +27,7 @@ from gar.methods import REFERENCE
 from gar.presets.catalogue import resolve_config
 from gar.report.comparison import Line, Words, compared_lines, write_comparison
 from gar.report.results import Results
+from gar.report.verdict import Verdict, judge, listing, number
 from gar.runs import State, read_run, state_of
 from gar.runs.files import write_json
 from gar.runs.names import MODEL, RESULT

@@ -15,6 +15,7 @@ from gar.report import _paper as paper
 from gar.report import _style as style
 from gar.report import _tables as tables
 from gar.report import figures
+from gar.report._opening import opening
 from gar.report._table import Table
 from gar.report.results import Results
 
@@ -138,7 +139,9 @@ def _blocks(
         except figures.NothingToDraw as reason:
             return Picture(f"{ident}-{name}", caption, None, str(reason))
 
-    blocks: dict[tuple[str, str], list[Table | Picture]] = {
+    words, summary = opening(results, setting, endpoints, compared["accuracy"])
+    blocks: dict[tuple[str, str], list[Table | Picture | Said]] = {
+        ("opening", "In short"): [Said(words), summary],
         ("endpoints", "Endpoints"): [
             tables.endpoints(results, setting, endpoints),
             paper.endpoints(results, setting, [accuracy], "paper-endpoints", "accuracy"),
@@ -170,7 +173,7 @@ def _blocks(
     }
     found = []
     for (key, heading), items in blocks.items():
-        shown = [item for item in items if isinstance(item, Picture) or item.rows]
+        shown = [item for item in items if not isinstance(item, Table) or item.rows]
         for table in shown:
             if isinstance(table, Table):
                 table.name = f"{ident}-{table.name}"

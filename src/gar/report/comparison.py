@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -21,6 +20,7 @@ from gar.report._page import PICTURES, Block, Page, Picture, Said, Section
 from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report._write import markdown_page, write_files
 from gar.report.results import Results
+from gar.report.verdict import Paired
 
 #: The routing metrics of a comparison.
 ROUTING = (
@@ -28,31 +28,6 @@ ROUTING = (
     "intra_expert_coherence",
 )  # fmt: skip
 NAME = "compare"
-#: Differences of accuracies that are smaller are rounding.
-ROUNDING = 1e-9
-#: Fewer seeds carry no winner: accuracies are counts, and two may agree by chance.
-LEAST_SEEDS = 3
-
-
-class Paired(NamedTuple):
-    """Mean difference over the seeds that both have; ``low`` and ``high`` are NaN where one seed is all."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: tuple[int, ...]
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether the seeds tell a spread: several, whose differences are not all the same."""
-        return math.isfinite(self.low) and self.high - self.low > ROUNDING
-
-    @property
-    def side(self) -> int:
-        """1 where the whole interval lies above 0, -1 where it lies below, else 0; 0 for too few seeds."""
-        if not self.has_interval or len(self.seeds) < LEAST_SEEDS:
-            return 0
-        return (self.low > ROUNDING) - (self.high < -ROUNDING)
 
 
 @dataclass(frozen=True)

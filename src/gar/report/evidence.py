@@ -20,7 +20,7 @@ from gar.data.load import resolve
 from gar.methods import COMPARED, PROPOSED, REFERENCE, REGISTRY
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
-from gar.report.comparison import LEAST_SEEDS, ROUNDING
+from gar.report.verdict import LEAST_SEEDS, ROUNDING
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, read_lines
 from gar.sweeps.suite import Suite, load_suite, shipped
 
