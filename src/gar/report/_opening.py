@@ -161,7 +161,7 @@ def table(results: Results, setting: str, endpoints: pd.DataFrame, compared: pd.
         "Bold: the highest mean accuracy, and all that its paired 95 % interval does not set apart from it. "
         "Nominal intervals."
     )
-    return Table("opening", f"In one table: {scope.label}", shown_rows, [note])
+    return Table("opening", f"In one table: {scope.label}", shown_rows, [note], strong=(0, 2))
 
 
 def _behind(results: Results, setting: str, scope: Scope, best: str, other: str) -> bool:

@@ -26,7 +26,8 @@ class Cell:
 class Row:
     """Cells, texts or numbers by heading.
 
-    A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` rows stand out.
+    A reader hides rows by ``variants``; ``group`` separates blocks; ``strong`` rows stand out, by the columns
+    that the table names.
     """
 
     contents: Mapping[str, Any]
@@ -44,7 +45,7 @@ class Table:
     """Rows of one form. ``name`` is its id in the page; ``titles`` explain headings; ``notes`` go below it.
 
     ``folded`` tables are details that a reader opens, ``record`` ones are opened in print; ``absent`` names
-    the kinds of files (md, tex) that leave it out.
+    the kinds of files (md, tex) that leave it out. ``strong`` are the columns that are bold in strong rows.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Table:
     folded: bool = False
     record: bool = False
     absent: tuple[str, ...] = ()
+    strong: tuple[int, ...] = (1, 3)
 
     @property
     def columns(self) -> dict[str, bool]:

@@ -55,7 +55,7 @@ def markdown(table: Table) -> str:
     for row in table.rows:
         cells = [escape_markdown(cell.text) for cell in row.cells]
         if row.strong:
-            cells = [f"**{cell}**" if i in (1, 3) and cell else cell for i, cell in enumerate(cells)]
+            cells = [f"**{cell}**" if i in table.strong and cell else cell for i, cell in enumerate(cells)]
         lines.append(_pipes(cells))
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines).rstrip() + "\n"
@@ -77,7 +77,9 @@ def latex(table: Table, label: str) -> str:
         lines.append(r"\midrule")
         for row in block:
             lines.append(
-                " & ".join(_latex_cell(cell, row.strong and i in (1, 3)) for i, cell in enumerate(row.cells))
+                " & ".join(
+                    _latex_cell(cell, row.strong and i in table.strong) for i, cell in enumerate(row.cells)
+                )
             )
             lines[-1] += r" \\"
     lines += [r"\bottomrule", r"\end{tabular}"]

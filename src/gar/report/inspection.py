@@ -125,7 +125,7 @@ def layers_table(result: Result) -> Table:
     rows.append(_row("all", result["overall"], "", dead, group="all", strong=True))
     notes = [CHANCE] if result["permutations"] else []
     titles = {heading: meaning for _, heading, meaning in COMPARED}
-    return Table("layers", "Experts by layer", rows, notes, titles)
+    return Table("layers", "Experts by layer", rows, notes, titles, strong=(0,))
 
 
 def _row(name: str, numbers: Result, experts: str, dead: int, **options: Any) -> Row:
