@@ -11,10 +11,12 @@ SFTConfig and of GARArguments can be given. Several GPUs:
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -76,13 +78,17 @@ def tiny() -> tuple[Any, Any, datasets.Dataset]:
 
 
 def main() -> None:
+    given = sys.argv[1:] + ([] if torch.accelerator.is_available() else ["--use_cpu"])
     inputs, arguments, options = HfArgumentParser(
         (Inputs, SFTConfig, GARArguments)
-    ).parse_args_into_dataclasses()
+    ).parse_args_into_dataclasses(given)
+    if (inputs.model is None) != (inputs.data is None):
+        raise SystemExit(
+            "--model and --data go together; data is a JSONL file with a text and a group a line"
+        )
     if inputs.model is None:
         model, tokenizer, data = tiny()
-    elif inputs.data is None:
-        raise SystemExit("--model needs --data, a JSONL file with a text and a group a line")
+        arguments.logging_steps = min(arguments.logging_steps, 20)
     else:
         model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(inputs.model)

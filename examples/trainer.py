@@ -10,10 +10,12 @@ GARArguments (`--coefficient`, `--group_size`, `--layers`, ...) can be given.
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -69,13 +71,17 @@ def tiny() -> tuple[Any, Any, datasets.Dataset]:
 
 
 def main() -> None:
+    given = sys.argv[1:] + ([] if torch.accelerator.is_available() else ["--use_cpu"])
     inputs, arguments, options = HfArgumentParser(
         (Inputs, TrainingArguments, GARArguments)
-    ).parse_args_into_dataclasses()
+    ).parse_args_into_dataclasses(given)
+    if (inputs.model is None) != (inputs.data is None):
+        raise SystemExit(
+            "--model and --data go together; data is a JSONL file with a text and a group a line"
+        )
     if inputs.model is None:
         model, tokenizer, data = tiny()
-    elif inputs.data is None:
-        raise SystemExit("--model needs --data, a JSONL file with a text and a group a line")
+        arguments.logging_steps = min(arguments.logging_steps, 20)
     else:
         model = AutoModelForCausalLM.from_pretrained(inputs.model)
         tokenizer = AutoTokenizer.from_pretrained(inputs.model)

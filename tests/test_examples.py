@@ -58,5 +58,6 @@ def test_a_model_and_data_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "--balance_coefficient", "0.01", "--layers", "0",
     )  # fmt: skip
     assert logs[0]["moe/purity"] >= 0.5
-    with pytest.raises(SystemExit, match="--model needs --data"):
-        run("trainer", monkeypatch, tmp_path / "third", "--model", tmp_path / "first")
+    for alone in (["--model", tmp_path / "first"], ["--data", data]):
+        with pytest.raises(SystemExit, match="--model and --data go together"):
+            run("trainer", monkeypatch, tmp_path / "third", *alone)

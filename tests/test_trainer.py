@@ -88,6 +88,28 @@ def test_a_router_gets_the_objective_of_the_whole_update(
             assert relative_error(grad, plain[key]) < 1e-6
 
 
+@pytest.mark.parametrize("options", [{"coefficient": 0.0}, {"layers": [1]}])
+def test_layers_below_everything_that_is_trained_are_seen_too(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing has a gradient there; statistics count them, and the others train as ever."""
+    trainer = make(tmp_path, **options)
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_("layers.1." in name)
+    trainer.train()
+    logged = next(log for log in trainer.state.log_history if "moe/nmi" in log)
+    assert logged["moe/load_entropy"] > 0
+
+
+@pytest.mark.parametrize(("cell", "said"), [(None, "6 of the training dataset: None"), (0.5, "0.5")])
+def test_a_bad_group_is_found_before_training(cell: object, said: str, tmp_path: Path) -> None:
+    rows = texts(16)
+    groups = [cell if n == 5 and cell is None else float(n) + 0.5 if cell else n % 2 for n in range(16)]
+    rows = rows.remove_columns("group").add_column("group", groups)
+    with pytest.raises(gar.UserError, match=rf"group_column 'group', row .*{said}"):
+        make(tmp_path, more={"train_dataset": rows})
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_accumulation_changes_nothing(short: bool, tmp_path: Path) -> None:
     """Two micro-batches of four are one of eight; parts of these models are float32, whatever the rest is."""
@@ -399,7 +421,9 @@ def test_a_model_without_a_trainable_router(tmp_path: Path) -> None:
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
     assert "did you mean 'group'" in refused(tmp_path, group_column="groups")
-    assert "is an input of the model" in refused_training(tmp_path, group_column="labels")
+    assert "expected a text or a whole number" in refused(tmp_path, group_column="labels")
+    named = {"train_dataset": texts(16).rename_column("group", "position_ids")}
+    assert "is an input of the model" in refused_training(tmp_path, group_column="position_ids", more=named)
     assert "no MoE layer 7; expected some of 0, 1" in refused(tmp_path, layers=[7])
     assert "balance_coefficient" in refused(
         tmp_path, olmoe(output_router_logits=True, router_aux_loss_coef=0.01)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gar.errors import UserError
-from gar.integrations._groups import missing_column
+from datasets import Dataset
+
+from gar.errors import UserError, shown
+from gar.integrations._groups import LABELS, missing_column
 from gar.observation import SiteObservation
 
 THREE_WAYS = (
@@ -21,15 +23,26 @@ def refuse_packing(args: Any) -> None:
         if getattr(args, option, False):
             raise UserError(
                 f"{option}=True puts several texts into one row, so that a row has no group of its own; set "
-                f"{option}=False (group_by_length or a smaller max_length saves padding)"
+                f"{option}=False (grouping by length, or a smaller max_length, saves padding)"
             )
 
 
 def refuse_column(column: str, dataset: Any) -> None:
-    """A dataset that says its columns has to have this one."""
+    """A dataset that says its columns has to have this one, and a group in every row of it."""
     known = getattr(dataset, "column_names", None)
     if isinstance(known, Sequence) and not isinstance(known, str) and column not in known:
         raise missing_column(column, [str(name) for name in known])
+    if not isinstance(dataset, Dataset):
+        return
+    row = 0
+    for batch in dataset.select_columns([column]).with_format("arrow").iter(1 << 16):
+        for cell in batch.column(column).to_pylist():
+            row += 1
+            if not isinstance(cell, LABELS):
+                raise UserError(
+                    f"group_column {column!r}, row {row} of the training dataset: {shown(cell)}; expected a "
+                    "text or a whole number"
+                )
 
 
 def refuse_setting(trainer: Any) -> None:

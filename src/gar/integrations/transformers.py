@@ -426,8 +426,9 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             layer.soft += soft
             layer.chosen += routing.selected.flatten(0, -2).sum(0)
             layer.tokens += routing.selected.any(-1).sum()
-            if options.rows_dtype is not None or options.rows_device is not None:
-                site.forget_factors()
+            if layer.rows is not None and layer.rows.holds:
+                for earlier in update.passes:
+                    earlier[place].forget_factors()
         if options.statistics != "off":
             self._count_selections(update.own[number][0], routings)
 

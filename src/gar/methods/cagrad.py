@@ -42,7 +42,9 @@ class CAGrad(GradientCombination):
         def mixed(some: Tensor) -> Tensor:
             return share.sum(mixtures(rows, some[:, here.to(some.device)]))
 
-        return self.direction(gram, mixed).to(rows.dtype)
+        direction = self.direction(gram, mixed).to(rows.dtype)
+        share.ranks.copy([direction])  # rows on the host of one rank and the GPU of another round differently
+        return direction
 
     def direction(self, gram: Tensor, mixtures: Callable[[Tensor], Tensor]) -> Tensor:
         """[P] in float64, from the Gram matrix and from ``mixtures``: coefficients [K, M] to [K, P]."""

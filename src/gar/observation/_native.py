@@ -136,7 +136,7 @@ class NativeRecord:
     ) -> None:
         order, self.order = self.order, None
         activations, self.activations = self.activations, []
-        if self._skipped() or not output.requires_grad:
+        if self._skipped():
             return
         self.forwards += 1
         # Their names differ between the families, their order does not.
@@ -147,7 +147,8 @@ class NativeRecord:
         slots = [slot for slot in native_slots(module) if slot not in self.adapters]
         self.effective = {slot: getattr(module, slot).detach() for slot in slots}
         self.output = output
-        if self.factors:
+        # Below everything that is trained there is routing to see, and no gradient.
+        if self.factors and output.requires_grad:
             output.register_hook(self._store_delta)
             if order is not None and len(activations) == 1:
                 self._read(order, *activations[0])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gar.nn import Call, RoutedExperts
@@ -66,12 +67,12 @@ class Record:
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], result: tuple[Tensor, Routing]
     ) -> None:
         output, routing = result
-        if not output.requires_grad:
+        if not torch.is_grad_enabled():
             return
         self.forwards += 1
         self.routing_input = (args[0] if args else kwargs["x"]).detach()
         self.routing, self.output = routing, output
-        if self.factors:
+        if self.factors and output.requires_grad:
             output.register_hook(self._store_delta)
 
     def _experts_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

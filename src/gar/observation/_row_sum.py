@@ -86,6 +86,11 @@ class RowSum:
         """``g_m`` [count, d], detached; zeros for a group that no micro-batch had."""
         return torch.cat([*self.slices()], 1) if self._held is None else self._held
 
+    @property
+    def holds(self) -> bool:
+        """Whether rows are held, so that the captures of what was added may be freed."""
+        return self._held is not None
+
     def slices(self, max_bytes: int = SLICE_BYTES) -> Iterator[Tensor]:
         """The columns of :attr:`rows` in their order, [count, c] a time.
 

@@ -118,9 +118,18 @@ def load(
 def align(
     job: Job, model: MultiTaskModel, optimizer: torch.optim.Optimizer, kept: MethodState | None = None
 ) -> None:
-    """Every rank takes what the first one has: weights, the optimizer's moments, what the method keeps."""
+    """Every rank takes what the first one has: weights, the optimizer's moments, what the method keeps.
+
+    Weights that are not trained are compared: features were made with them already.
+    """
     if job.count == 1:
         return
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p.numel()}
+    if (place := job.differing([*frozen.values()])) is not None:
+        raise UserError(
+            f"{[*frozen][place]} is not trained and differs between the ranks; expected one backbone on all "
+            "of them (the same directory or revision, or one seed for random weights)"
+        )
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     job.ranks.copy([*model.trainable_parameters(), *buffers, *state_tensors(kept).values()])
     moments = _optimizer_tensors(optimizer)
