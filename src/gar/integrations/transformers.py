@@ -458,9 +458,11 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     def _group_size(self, update: _Update, routings: Sequence[Routing]) -> int:
         if self._ratio is None:
             chosen = [routings[place] for place in self._chosen] or routings
-            self._ratio = max(
+            own = max(
                 routing.gates.shape[-1] / max(1, int(routing.selected.sum(-1).max())) for routing in chosen
             )
+            # Ranks cut groups alike; one with nothing but padding would see fewer choices.
+            self._ratio = min(Ranks().collect(own))
         if self.gar.group_size is not None:
             return self.gar.group_size
         return automatic_size(update.size, self._ratio)
