@@ -64,7 +64,7 @@ for step in "${steps[@]}"; do
     echo "== $step: $((end - SECONDS)) s left"
     case $step in
     search) search ;;
-    trained*|top4|roberta|deberta)   # a search there is out of reach: one learning rate for all methods
+    table|trained*|top4|roberta|deberta)   # a search there is out of reach: one learning rate for all methods
         limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$OUT/evidence.csv" --no-models \
             --data-dir "$DATA" "${jobs[@]}" "${only[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     *)

@@ -294,14 +294,18 @@ def test_searches_side_by_side_find_what_each_finds_alone(tmp_path: Path) -> Non
 
     def measure(stage: Stage) -> None:
         rounds.append({run.id.partition("/.candidates")[0] for run in stage.runs()})
+        names.append(stage.name)
         assert len({run.id for run in stage.runs()}) == len(list(stage.runs()))
         recorder(stage)
 
     recorder = Recorder(objective, tmp_path / "all")
     wanted = [Wanted(setting, "five", ["stgc", "baseline", "gar"], base) for setting in ("one", "two")]
+    names: list[str] = []
     together = {(c.setting, f.method): f for c, f in search(wanted, measure, tmp_path / "all")}
     assert [len(each) for each in rounds] == [2] * 4 + [4] * 3  # three and two coordinates, then the grid
     assert rounds[0] == {"one/five/baseline", "two/five/baseline"}
+    assert len(set(names)) == len(rounds)
+    assert max(map(len, names)) < 80
     for setting in ("one", "two"):
         for method in ("baseline", "gar", "stgc"):
             where = tmp_path / f"{setting}-{method}"

@@ -405,6 +405,13 @@ def test_by_default_runs_fill_the_gpus(uses: set[GpuUse], free: list[int], cores
     assert fitting_jobs(uses, [gib << 30 for gib in free], cores) == jobs
 
 
+def test_processes_that_share_a_gpu_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
+    assert fitting_jobs({PART}, [140 << 30], 16) == 6
+    assert fitting_jobs({PART}, [30 << 30], 16) == 2
+    assert fitting_jobs({PART, WHOLE}, [140 << 30], 16) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "use"),
     [

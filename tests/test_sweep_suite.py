@@ -29,6 +29,7 @@ SHIPPED = {
 }
 EVIDENCE = {  # runs and seeds
     "evidence_frozen": (2 * 3 * METHODS * 10, 10),
+    "evidence_table": (METHODS * 5 * 5, 5),
     "evidence_torchjd": (6 * 10, 10),
     "evidence_trained": (3 * 3 * 5, 5),
     "evidence_trained_ffn": (2 * 5, 5),

@@ -45,6 +45,7 @@ from gar.report.evidence import (
 NEAREST = {
     "frozen_top4": "roberta_frozen_lora_ffn",
     "frozen_top1": "roberta_frozen_lora_ffn_top1",
+    "minilm_frozen_lora_ffn": "roberta_frozen_lora_ffn",
     "trained_full_ffn": "deberta_full_ffn",
     "trained_head_top4": "roberta_head",
     "trained_head_top1": "roberta_head_top1",
@@ -62,11 +63,11 @@ Made by `python benchmarks/results.py` from the CSV files in [results](results);
 what the data and the terms are. [sweep.md](sweep.md#the-evidence) has the commands that ran it.
 
 **Data.** `six_complete` are the complete public splits of RTE, MRPC, WiC, CoLA, SST-2 and CB. In
-`six_reduced` and in the pairs some tasks are not the published ones: QNLI, BoolQ and QQP train on samples
-(10,475, 2,000 and 23,496 rows), QQP is measured on a sample too, and **PAWS and ANLI train on their
-official labelled test splits**, since their training splits were not at hand; their numbers compare with
-nothing published. Validation is up to 2,000 examples a task. CB has 56 of them, RTE 277: single accuracies
-there are coarse.
+`six_reduced`, in the paper's mixtures `five` to `eight` and in the pairs some tasks are not the published
+ones: QNLI, BoolQ and QQP train on samples (10,475, 2,000 and 23,496 rows), QQP is measured on a sample too,
+and **PAWS and ANLI train on their official labelled test splits**, since their training splits were not at
+hand; their numbers compare with nothing published. Validation is up to 2,000 examples a task. CB has 56 of
+them, RTE 277: single accuracies there are coarse.
 
 **Hyper-parameters.** Where a table has another learning rate for each method, `gar search` chose by the
 paper's protocol on `six_complete` (two seeds a candidate); a setting's other mixtures take these choices.

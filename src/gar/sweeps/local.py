@@ -23,6 +23,10 @@ from gar.sweeps.executors import ENDS, THREAD_VARIABLES, Closing, Event, Job, av
 #: Runs on cached features that fill one GPU, each in a process of its own: while one starts, is measured or
 #: plans its next updates, another computes. More of them only take turns (docs/benchmarks.md).
 RUNS_PER_GPU = 3
+#: The same where NVIDIA's multi-process service lets kernels of several processes run at once.
+RUNS_PER_SHARED_GPU = 6
+#: Set by whoever started that service; its programs find it by this (docs/speed.md).
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
 #: Free memory of a GPU that each of them needs: its CUDA context, its features, its graphs.
 MEMORY_OF_A_RUN = 12 << 30
 
@@ -201,7 +205,8 @@ def fitting_jobs(
 
     ``free`` is the free memory of each GPU in bytes, ``cores`` what the host has; asked of the machine where
     they are not given. Every GPU gets the same number: one run if any of them takes a whole GPU, else up to
-    ``RUNS_PER_GPU``, as far as memory and cores go, since nothing is shared between processes.
+    ``RUNS_PER_GPU`` (``RUNS_PER_SHARED_GPU`` with NVIDIA's multi-process service), as far as memory and
+    cores go, since nothing is shared between processes.
 
     >>> fitting_jobs({GpuUse.PART}, free=[80 << 30], cores=16)
     3
@@ -210,7 +215,8 @@ def fitting_jobs(
     """
     if not {GpuUse.PART, GpuUse.WHOLE} & set(uses) or not (free := gpu_memory() if free is None else free):
         return 1
-    most = 1 if GpuUse.WHOLE in uses else RUNS_PER_GPU
+    several = RUNS_PER_SHARED_GPU if os.environ.get(MPS) else RUNS_PER_GPU
+    most = 1 if GpuUse.WHOLE in uses else several
     cores = available_cores() if cores is None else cores
     return len(free) * max(1, min(most, cores // len(free), min(free) // MEMORY_OF_A_RUN))
 

@@ -427,7 +427,7 @@ def side_by_side(searches: Sequence[Search], measure: Measure) -> Iterator[tuple
                 del going[index]
                 yield index, end.value
         if stages:
-            measure(Stage("+".join(stage.name for stage in stages), [r for s in stages for r in s.runs()]))
+            measure(Stage(_together([stage.name for stage in stages]), [r for s in stages for r in s.runs()]))
 
 
 def sweeping(out: Path, executor: Executor, stopping: Callable[[], bool], view: View) -> Measure:
@@ -452,3 +452,10 @@ def sweeping(out: Path, executor: Executor, stopping: Callable[[], bool], view: 
             raise SearchError(f"{len(failures)} runs failed; the first: {failures[0]}")
 
     return measure
+
+
+def _together(names: Sequence[str]) -> str:
+    """One name for stages that run together. Files are called by it: its length does not grow with them."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]}+{len(names) - 1}-{hashlib.sha256('+'.join(names).encode()).hexdigest()[:8]}"
