@@ -401,7 +401,10 @@ PART, WHOLE, NONE = GpuUse.PART, GpuUse.WHOLE, GpuUse.NONE
         ({PART}, [], 16, 1),
     ],
 )
-def test_by_default_runs_fill_the_gpus(uses: set[GpuUse], free: list[int], cores: int, jobs: int) -> None:
+def test_by_default_runs_fill_the_gpus(
+    uses: set[GpuUse], free: list[int], cores: int, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     assert fitting_jobs(uses, [gib << 30 for gib in free], cores) == jobs
 
 
