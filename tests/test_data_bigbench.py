@@ -11,6 +11,8 @@ import pytest
 
 from gar.data import _bigbench as bigbench
 from gar.data import load, load_task, overlap, registry
+from gar.data._identity import contents
+from gar.data.registry import find_task
 from gar.errors import UserError
 
 
@@ -151,3 +153,24 @@ def test_pip_failure_says_what_to_do(tmp_path, monkeypatch):
     ):
         load_task("fever", cache_dir=tmp_path)
     assert [path.name for path in (tmp_path / "bigbench-1.0.0").iterdir()] == ["lock"]
+
+
+def test_exported_tasks_stand_in_also_where_runs_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a sweep ask for a task's digest before they read it: nothing may be fetched for that."""
+    folder = tmp_path / "data" / "fever"
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").write_text('{"input": "a claim", "label": "Supports"}\n')
+
+    def fetch(*_: object) -> Path:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr(bigbench, "fetch", fetch)
+    entry = find_task("fever")
+    here = contents(entry, tmp_path / "data", tmp_path)
+    (folder / "train.jsonl").write_text('{"input": "another claim", "label": "Supports"}\n')
+    assert contents(entry, tmp_path / "data", tmp_path) != here
+    with pytest.raises(AssertionError, match="fetched"):
+        contents(entry, None, tmp_path)

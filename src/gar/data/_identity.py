@@ -33,12 +33,14 @@ def contents(
     data_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> str:
-    """One task's digest as in :func:`identity`, but of BIG-bench's file too, which is fetched for it.
+    """One task's digest as in :func:`identity`, but of BIG-bench's file too, which is fetched for it (unless
+    ``data_dir`` stands in).
 
     Equal digests are equal rows. What comes from the hub is believed to be what it was.
     """
     source = [_source(entry, data_dir)]
-    if isinstance(entry, RegisteredTask) and entry.bigbench is not None:
+    here = local_files(entry, data_dir) is not None
+    if isinstance(entry, RegisteredTask) and entry.bigbench is not None and not here:
         source.append(remembered_checksum(_bigbench.fetch(entry.bigbench, cache_root(cache_dir))))
     return _digest(source)
 
