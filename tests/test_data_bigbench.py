@@ -6,6 +6,7 @@ import json
 import subprocess
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
