@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from gar.errors import UserError, shown
 from gar.integrations._groups import LABELS, missing_column
+from gar.nn import RoutedExperts
 from gar.observation import SiteObservation
 
 THREE_WAYS = (
@@ -58,8 +60,12 @@ def refuse_setting(trainer: Any) -> None:
         reason = "nn.DataParallel runs copies of the model; start a process for every GPU (torchrun)"
     elif trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps gradients out of reach; use DDP"
-    elif trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
-        reason = "FSDP shards the parameters; use DDP"
+    elif getattr(trainer, "is_fsdp_xla_enabled", False):
+        reason = "FSDP of XLA shards the parameters; use FSDP2 or DDP"
+    elif trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        reason = "FSDP1 flattens the parameters; use FSDP2 (fsdp_config={'version': 2}) or DDP"
+    elif trainer.is_fsdp_enabled and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        reason = "FSDP keeps parameters on the CPU; leave cpu_offload off"
     elif split or getattr(trainer, "is_distributed_loading_by_transformers", False):
         reason = f"{' and '.join(split) or 'tensor'} parallelism splits texts or experts; use DDP"
     elif args.torch_compile:
@@ -86,6 +92,16 @@ def refuse_auxiliary_loss(trainer: Any) -> None:
                 "router_aux_loss_coef=0.0 (in the SFTConfig or the model's config) and "
                 "GARArguments(balance_coefficient=...) for one of every layer"
             )
+
+
+def refuse_sharded_banks(sites: Sequence[SiteObservation]) -> None:
+    """What is observed of gar's own experts is computed after the backward, when FSDP has freed weights."""
+    own = next((site for site in sites if isinstance(site.bank, RoutedExperts)), None)
+    if own is not None:
+        raise UserError(
+            f"{own.name} is a bank of gar.nn, whose group gradients need whole weights after the backward, and "
+            "FSDP shards them; use DDP (MoE layers of transformers work under both)"
+        )
 
 
 def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:

@@ -27,9 +27,11 @@ from gar.integrations._checks import (
     refuse_column,
     refuse_packing,
     refuse_setting,
+    refuse_sharded_banks,
     require_router,
 )
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_ids
+from gar.integrations._sharding import placed, whole_parameters
 from gar.integrations._statistics import ExpertStatistics, adapter_parameters, reached
 from gar.objective import alignment_loss, association
 from gar.observation import Grouping, Observed, RowSum, SiteObservation, observe
@@ -271,6 +273,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             for site in sites:
                 site.router.requires_grad_(False)
         if options.aligns or options.balances:
+            if self.is_fsdp_enabled:
+                refuse_sharded_banks(sites)
             self._chosen = require_router(sites, options.layers)
         self._ratio = None
         adapters = adapter_parameters(self.model)
@@ -373,11 +377,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_missing(self.model if model is None else model, resume_from_checkpoint)
+        if not self.is_fsdp_enabled:  # which has a file of its own, with all parameters by their names
+            load_missing(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        load_missing(self.model, self.state.best_model_checkpoint)
+        if not self.is_fsdp_enabled:
+            load_missing(self.model, self.state.best_model_checkpoint)
 
     # -------------------------------------------------------------------------- the update
 
@@ -498,7 +504,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                 self._add_gradients(update, place, [self._scale() * grad for grad in inner], found)
         sum_tensors(list(found.values()), ranks)
         for parameter, grad in found.items():
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            own = placed(grad, parameter)
+            parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
         if options.aligns and groups.count <= (self._ratio or 0):
             self._warn_of_saturation(groups.count)
         if watched is not None:
@@ -551,16 +558,20 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """Bring the gradient at the sums of a layer's gates into its router, one micro-batch at a time."""
         assert update.groups is not None
+        router = update.passes[0][place].router
+        whole = whole_parameters(router)
+        parameters = {name: p for name, p in router.named_parameters() if p.requires_grad}
+        leaves = [(whole or parameters)[name] for name in parameters]
         for sites, members in zip(update.passes, update.members, strict=True):
-            site = sites[place]
-            parameters = [p for p in site.router.parameters() if p.requires_grad]
-            sums = self._sums(site.detached_routing(), members, update.groups.count)
+            sums = self._sums(sites[place].detached_routing(whole), members, update.groups.count)
             used = [(total, grad) for total, grad in zip(sums, inner, strict=True) if total.requires_grad]
             if not used:
                 continue
             outputs, grads = zip(*used, strict=True)
             for parameter, grad in zip(
-                parameters, torch.autograd.grad(outputs, parameters, grads, allow_unused=True), strict=True
+                parameters.values(),
+                torch.autograd.grad(outputs, leaves, grads, allow_unused=True),
+                strict=True,
             ):
                 if grad is not None:
                     found[parameter] = found[parameter] + grad if parameter in found else grad
@@ -595,6 +606,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if not statistics.adapters:
             return
         now = reached(adapter_parameters(self.model))
+        if self.is_fsdp_enabled:
+            now = set().union(*Ranks().collect(now))
         statistics.reached |= now
         if not now:
             self._warn_once(
