@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from support.tiny import relative_error
-from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, training, whole
+from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, training
 
 ROOT = Path(__file__).parent
 LIMIT = 300  # seconds for all of it

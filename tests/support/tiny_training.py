@@ -162,6 +162,8 @@ def slow_router_gradient(
         for m in distinct:
             if options.get("gradients") == "unit":
                 g[m] = g[m] / squares[m] ** 0.5
+            if options.get("gradients") == "relative":
+                g[m] = g[m] / sum(squares.values()) ** 0.5
             if options.get("gradients") == "label_scale":
                 same = [squares[i] for i in distinct if labels[i] == labels[m]]
                 g[m] = g[m] / (sum(same) / len(same)) ** 0.5

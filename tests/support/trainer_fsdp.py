@@ -30,7 +30,11 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "held": ({"coefficient": 2.0, "group_size": 0, "rows_dtype": "float64"}, {}, {}),
-    "checkpointed": ({"coefficient": 2.0}, {"gradient_checkpointing": True}, {"reshard_after_forward": False}),
+    "checkpointed": (
+        {"coefficient": 2.0},
+        {"gradient_checkpointing": True},
+        {"reshard_after_forward": False},
+    ),
     "fsdp's checkpoints": ({"coefficient": 2.0}, {"steps": 2}, {"activation_checkpointing": True}),
     "one unit": ({"coefficient": 2.0}, {}, {"auto_wrap_policy": "NO_WRAP"}),
     "experts apart": ({"coefficient": 2.0}, {}, {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]}),
@@ -115,7 +119,7 @@ def main(out: Path) -> None:
     trainer = training(out / "without gar", "without the objective", transformers.Trainer)
     trainer.train()
     save("without gar", {"model": whole(trainer.model)})
-    more = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     training(out / "parts", "plain", **more, updates=2).train()
     resumed = training(out / "parts", "plain", **more)
     resumed.train(resume_from_checkpoint=str(out / "parts" / "checkpoint-2"))

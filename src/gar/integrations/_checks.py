@@ -47,6 +47,16 @@ def refuse_column(column: str, dataset: Any) -> None:
                 )
 
 
+def refuse_copies(args: Any) -> None:
+    """What a GPU's copy of the model does is not seen in the model."""
+    if args.n_gpu > 1:
+        raise UserError(
+            f"nn.DataParallel runs copies of the model on {args.n_gpu} GPUs, whose experts are not observed; "
+            "start a process for every GPU (torchrun, accelerate launch), or make one visible "
+            "(CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
 def refuse_setting(trainer: Any) -> None:
     """What changes gradients behind the mixin's back."""
     args, accelerator = trainer.args, trainer.accelerator
@@ -55,16 +65,15 @@ def refuse_setting(trainer: Any) -> None:
     split = [
         name for name in ("tp", "cp", "sp") if plan is not None and getattr(plan, f"{name}_enabled", False)
     ]
+    plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     reason = None
-    if args.n_gpu > 1:
-        reason = "nn.DataParallel runs copies of the model; start a process for every GPU (torchrun)"
-    elif trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps gradients out of reach; use DDP"
     elif getattr(trainer, "is_fsdp_xla_enabled", False):
         reason = "FSDP of XLA shards the parameters; use FSDP2 or DDP"
-    elif trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    elif plugin is not None and plugin.fsdp_version != 2:
         reason = "FSDP1 flattens the parameters; use FSDP2 (fsdp_config={'version': 2}) or DDP"
-    elif trainer.is_fsdp_enabled and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+    elif plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         reason = "FSDP keeps parameters on the CPU; leave cpu_offload off"
     elif split or getattr(trainer, "is_distributed_loading_by_transformers", False):
         reason = f"{' and '.join(split) or 'tensor'} parallelism splits texts or experts; use DDP"
@@ -99,8 +108,8 @@ def refuse_sharded_banks(sites: Sequence[SiteObservation]) -> None:
     own = next((site for site in sites if isinstance(site.bank, RoutedExperts)), None)
     if own is not None:
         raise UserError(
-            f"{own.name} is a bank of gar.nn, whose group gradients need whole weights after the backward, and "
-            "FSDP shards them; use DDP (MoE layers of transformers work under both)"
+            f"{own.name} is a bank of gar.nn, whose group gradients need whole weights after the backward, "
+            "and FSDP shards them; use DDP (MoE layers of transformers work under both)"
         )
 
 

@@ -16,8 +16,8 @@ def whole_parameters(module: nn.Module) -> dict[str, nn.Parameter] | None:
     """
     if any(isinstance(inner, FSDPModule) for inner in module.modules()):
         raise UserError(
-            f"FSDP wraps a router ({type(module).__name__}) apart from its layer: the routers' objective cannot "
-            "be added there; expected decoder layers in fsdp_config's transformer_layer_cls_to_wrap"
+            f"FSDP wraps a router ({type(module).__name__}) apart from its layer: the routers' objective "
+            "cannot be added there; expected decoder layers in fsdp_config's transformer_layer_cls_to_wrap"
         )
     named = dict(module.named_parameters())
     if not any(isinstance(parameter, DTensor) for parameter in named.values()):
@@ -32,7 +32,7 @@ def whole_parameters(module: nn.Module) -> dict[str, nn.Parameter] | None:
 
 
 def placed(grad: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A gradient that every rank has whole, as the parameter lies: this rank's part of it, if that is sharded."""
+    """A gradient that every rank has whole, as the parameter lies: of a sharded one this rank's part."""
     if not isinstance(parameter, DTensor):
         return grad
     return distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)

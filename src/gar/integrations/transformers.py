@@ -25,6 +25,7 @@ from gar.integrations._checkpoint import load_missing
 from gar.integrations._checks import (
     refuse_auxiliary_loss,
     refuse_column,
+    refuse_copies,
     refuse_packing,
     refuse_setting,
     refuse_sharded_banks,
@@ -33,7 +34,7 @@ from gar.integrations._checks import (
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_ids
 from gar.integrations._sharding import placed, whole_parameters
 from gar.integrations._statistics import ExpertStatistics, adapter_parameters, reached
-from gar.objective import alignment_loss, association
+from gar.objective import alignment_loss, association, common_length
 from gar.observation import Grouping, Observed, RowSum, SiteObservation, observe
 from gar.routing import Routing
 
@@ -74,8 +75,10 @@ class GARArguments:
         "load_normalized", "with or without the division by an expert's share"
     )
     entropy_weight: float = _option(0.0, "tau of the added sum p log p")
-    gradients: Literal["raw", "unit", "label_scale"] = _option(
-        "raw", "g_m as it is, of length 1, or over the root mean square length of its label's"
+    gradients: Literal["raw", "unit", "label_scale", "relative"] = _option(
+        "raw",
+        "g_m as it is, of length 1, over the root mean square length of its label's, or over the root of all "
+        "squared lengths of the update: the objective of a layer is then minus gar/coherence, 0 to 1",
     )
     probabilities: Literal["gates", "softmax"] = _option(
         "gates",
@@ -249,6 +252,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         self._warned: set[str] = set()
         self._expert_statistics: ExpertStatistics | None = None
         super().__init__(*args, **keywords)
+        if self.gar.observes:
+            refuse_copies(self.args)
         if self.gar.aligns or self.gar.balances:
             refuse_setting(self)
             refuse_auxiliary_loss(self)
@@ -527,12 +532,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         return global_gram(slices, Layout(tuple(update.present), count), ranks)
 
     def _objective(self, shares: Tensor, gram: Tensor, groups: Groups) -> Tensor:
-        options, gram = self.gar, self._scaled(gram, groups)
+        options = self.gar
         return alignment_loss(
             shares,
-            gram=gram if options.self_pairs else gram - gram.diagonal().diag_embed(),
+            gram=self._scaled(gram, groups),
             normalize=options.objective == "load_normalized",
             entropy_weight=options.entropy_weight,
+            self_pairs=options.self_pairs,
         )
 
     def _strength(self) -> float:
@@ -544,12 +550,12 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         """The Gram matrix of the rows as ``gradients`` asks for them; a zero row stays one."""
         if self.gar.gradients == "raw":
             return gram
-        square = gram.diagonal()
+        length = gram.diagonal().sqrt()
         if self.gar.gradients == "label_scale":
-            _, own = torch.tensor(groups.labels).unique(return_inverse=True)
-            own = own.to(square.device)
-            square = Grouping(own).mean(square)[own]
-        length = square.sqrt().to(gram.dtype)
+            labels, own = torch.tensor(groups.labels).unique(return_inverse=True)
+            length = common_length(length, own.to(length.device), len(labels))
+        if self.gar.gradients == "relative":
+            length = gram.trace().sqrt().expand_as(length)
         length = torch.where(length > 0, length, torch.ones_like(length))
         return gram / length / length.unsqueeze(1)
 

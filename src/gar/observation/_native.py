@@ -221,9 +221,7 @@ class NativeRecord:
             if slot not in weight:  # adapters': parametrised only as long as the forward, which is over
                 weight[slot] = getattr(experts, slot).detach()
         with full_precision(self.delta.device):
-            return recomputed(
-                experts, weight, self.adapters, self.x, self.index, self.weights, self.delta
-            )
+            return recomputed(experts, weight, self.adapters, self.x, self.index, self.weights, self.delta)
 
     def require_forward(self) -> None:
         if self.forwards > 1:
