@@ -544,6 +544,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(own: str, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_accelerate_launches_ranks(own: str, tmp_path: Path) -> None:
+    """As docs/ranks.md writes it; each of its processes is a rank, without a GPU too."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    out, few = tmp_path / "run", ["optimizer.updates=2", "device=cpu"]
+    done = subprocess.run(
+        [*launch, "--main_process_port", "0", "-m", "gar", "train", own, *few, "--out", out],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((out / "environment.json").read_text())["ranks"] == 2
+
+
 def children(pid: int) -> list[int]:
     """Processes that a process has started, and theirs."""
     listed = Path(f"/proc/{pid}/task/{pid}/children")
