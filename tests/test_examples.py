@@ -87,7 +87,14 @@ def test_accelerate_starts_two_processes(tmp_path: Path) -> None:
     if not EXAMPLES.is_dir():
         pytest.skip("not a source checkout")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    script = [EXAMPLES / "trainer.py", *QUIET, "--output_dir", tmp_path, "--coefficient", "1"]
+    script: list[str | Path] = [
+        EXAMPLES / "trainer.py",
+        *QUIET,
+        "--output_dir",
+        tmp_path,
+        "--coefficient",
+        "1",
+    ]
     sizes = ["--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2"]
     sizes += ["--per_device_train_batch_size", "16"]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -444,6 +444,24 @@ def test_ranks_that_drift_apart_are_noticed(workers: Pool, world: Path) -> None:
         assert "is not the same on all ranks" in said
 
 
+def _own_run(ranks: Ranks, configs: Sequence[Config], out: Path) -> Any:
+    return _whole_run(ranks, configs[ranks.rank], out)
+
+
+def test_ranks_with_other_data_are_refused(workers: Pool, world: Path, tmp_path: Path) -> None:
+    """As where one machine has an older copy of a file."""
+    own, older = world / "nli-train.jsonl", tmp_path / "nli-train.jsonl"
+    older.write_text("".join(f"{line}\n" for line in own.read_text().splitlines()[:-1]))
+    tasks = tiny_runs.tree(world)["mixture"]["tasks"]
+    configs = [
+        make_config(world, mixture__tasks=[tasks[0], {**tasks[1], "train": str(path)}])
+        for path in (own, older)
+    ]
+    said = "task nli: rank 1 has other examples than rank 0; expected the same data on all"
+    assert workers.run(2, _own_run, configs, tmp_path / "out") == [("UserError", said)] * 2
+    assert not (tmp_path / "out").exists()
+
+
 class OwnFinish(Method):
     """Does what no sum over ranks would give."""
 
