@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from gar.errors import UserError, shown
 from gar.integrations._groups import LABELS, missing_column
+from gar.integrations._packing import LENGTHS
 from gar.nn import RoutedExperts
 from gar.observation import SiteObservation
 
@@ -19,16 +20,6 @@ THREE_WAYS = (
 )
 
 
-def refuse_packing(args: Any) -> None:
-    """TRL's packing puts texts of several groups into one row, and drops the other columns."""
-    for option in ("packing", "padding_free"):
-        if getattr(args, option, False):
-            raise UserError(
-                f"{option}=True puts several texts into one row, so that a row has no group of its own; set "
-                f"{option}=False (grouping by length, or a smaller max_length, saves padding)"
-            )
-
-
 def refuse_column(column: str, dataset: Any) -> None:
     """A dataset that says its columns has to have this one, and a group in every row of it."""
     known = getattr(dataset, "column_names", None)
@@ -36,11 +27,12 @@ def refuse_column(column: str, dataset: Any) -> None:
         raise missing_column(column, [str(name) for name in known])
     if not isinstance(dataset, Dataset):
         return
-    row = 0
+    row, packed = 0, LENGTHS in dataset.column_names
     for batch in dataset.select_columns([column]).with_format("arrow").iter(1 << 16):
         for cell in batch.column(column).to_pylist():
             row += 1
-            if not isinstance(cell, LABELS):
+            labels = cell if packed and isinstance(cell, list) else [cell]
+            if not all(isinstance(label, LABELS) for label in labels):
                 raise UserError(
                     f"group_column {column!r}, row {row} of the training dataset: {shown(cell)}; expected a "
                     "text or a whole number"

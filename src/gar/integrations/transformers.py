@@ -26,12 +26,12 @@ from gar.integrations._checks import (
     refuse_auxiliary_loss,
     refuse_column,
     refuse_copies,
-    refuse_packing,
     refuse_setting,
     refuse_sharded_banks,
     require_router,
 )
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_ids
+from gar.integrations._packing import by_text, crosses, pack, texts_key
 from gar.integrations._sharding import placed, whole_parameters
 from gar.integrations._statistics import ExpertStatistics, adapter_parameters, reached
 from gar.objective import alignment_loss, association, common_length
@@ -167,10 +167,15 @@ class _Layer:
 
 @dataclass
 class _Update:
-    """An optimizer update in the making: ``examples[rank][micro-batch]`` has labels and numbers of losses."""
+    """An optimizer update in the making: ``examples[rank][micro-batch]`` has labels and numbers of losses.
+
+    An example is a text: where several are packed into a row, each of them.
+    """
 
     examples: list[list[tuple[list[int], list[int]]]]
     rank: int
+    #: Of packed micro-batches of this rank the text of every token [B, L]; None where a row is an example.
+    texts: list[Tensor | None]
     groups: Groups | None = None
     #: The group of every example [B], of the micro-batches of this rank.
     members: list[Tensor] = field(default_factory=list)
@@ -178,6 +183,8 @@ class _Update:
     present: list[Tensor] = field(default_factory=list)
     #: The observations of the layers that the objective is for; others are not kept.
     passes: list[dict[int, SiteObservation]] = field(default_factory=list)
+    #: Which token is of which text, where texts are packed.
+    splits: list[Grouping | None] = field(default_factory=list)
     layers: dict[int, _Layer] = field(default_factory=dict)
 
     @property
@@ -215,6 +222,12 @@ class _Update:
         return self.groups
 
 
+def _of_tokens(members: Tensor, texts: Tensor) -> Tensor:
+    """The group of every token [B, L] from those of the texts [n]; -1: it is in none."""
+    texts = texts.cpu()
+    return torch.where(texts < 0, texts, members[texts.clamp(min=0)])
+
+
 if TYPE_CHECKING:
     _Trainer = Any
 else:
@@ -242,7 +255,6 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         self.gar = GARArguments() if gar is None else gar
         given = inspect.signature(super().__init__).bind_partial(*args, **keywords).arguments
         if self.gar.aligns:
-            refuse_packing(given.get("args"))
             refuse_column(self.gar.group_column, given.get("train_dataset"))
         self._update: _Update | None = None
         self._chosen: list[int] = []
@@ -289,6 +301,18 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------- data
 
+    def _prepare_dataset(self, *args: Any, **keywords: Any) -> Any:
+        """``SFTTrainer``'s, which drops all columns but tokens when it packs; here groups are packed."""
+        prepare = super()._prepare_dataset
+        given = inspect.signature(prepare).bind(*args, **keywords)
+        values = given.arguments
+        if not (self.gar.aligns and values.get("packing") and values.get("dataset_name") == "train"):
+            return prepare(*args, **keywords)
+        values["packing"], options = False, values["args"]
+        # Texts are cut to max_length, as packing itself does it.
+        tokens = prepare(*given.args, **given.kwargs)
+        return pack(tokens, options.max_length, self.gar.group_column, options.packing_strategy)
+
     def get_train_dataloader(self) -> Any:
         with self._collating(keep=self.gar.observes):
             return super().get_train_dataloader()
@@ -328,34 +352,43 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
     def _begin(self, batches: Sequence[dict[str, Any]]) -> _Update:
         """The update that has these micro-batches on this rank."""
-        own = []
-        for batch in batches:
-            items, labels = self._items(batch), batch.get(self.gar.group_column)
+        own, column = [], self.gar.group_column
+        packed = [batch.pop(texts_key(column), None) for batch in batches]
+        for batch, texts in zip(batches, packed, strict=True):
+            items, labels = self._items(batch, texts), batch.get(column)
             if labels is None and self.gar.aligns:
                 raise UserError(
-                    f"group_column {self.gar.group_column!r}: it is not in the batches that reach the "
+                    f"group_column {column!r}: it is not in the batches that reach the "
                     "training step; expected a data loader made by the trainer's get_train_dataloader"
                 )
             if not isinstance(labels, Tensor):
                 labels = torch.zeros_like(items) if labels is None else label_ids(labels)
             if len(labels) != len(items):
                 raise UserError(
-                    f"a batch of {len(labels)} examples has {len(items)} rows; expected one row an example"
+                    f"a batch of {len(items)} examples has {len(labels)} groups; expected one an example"
                 )
             own.append((labels.tolist(), items.tolist()))
-        return _Update(gather_object([own]), self.accelerator.process_index)
+        return _Update(gather_object([own]), self.accelerator.process_index, packed)
 
-    def _items(self, batch: dict[str, Any]) -> Tensor:
+    def _items(self, batch: dict[str, Any], texts: Tensor | None = None) -> Tensor:
         """How many losses each example of a batch brings, int64 [B], counted as the trainer counts them."""
         labels = batch.get("shift_labels")
         if labels is None:
             labels = batch.get("labels")
             if isinstance(labels, Tensor) and labels.dim() > 1 and self._loss_shifts_labels:
-                labels = labels[..., 1:]
+                if texts is not None and crosses(labels, texts):
+                    raise UserError(
+                        "a packed text's first token is asked for from the text before it; expected -100 as "
+                        "its label (TRL's collator does that)"
+                    )
+                labels, texts = labels[..., 1:], None if texts is None else texts[..., 1:]
         if not isinstance(labels, Tensor):
             rows = next(len(value) for value in batch.values() if isinstance(value, Tensor))
             return torch.ones(rows, dtype=torch.long)
         counted = labels.ne(-100)
+        if texts is not None:
+            groups = batch[self.gar.group_column]
+            return torch.bincount(texts[counted & (texts >= 0)], minlength=len(groups))
         return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
 
     def item_weight(self, items: int, num_items_in_batch: Tensor | int | None) -> float | Tensor:
@@ -420,18 +453,22 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     def _collect(self, update: _Update, observed: Observed, num_items_in_batch: Tensor | int | None) -> None:
         """Keep what one micro-batch brings to the update."""
         options, sites, number = self.gar, observed.sites, len(update.passes)
-        routings = [site.routing for site in sites]
+        texts, own = update.texts[number], update.own[number][0]
+        split = None if texts is None else Grouping(texts.flatten().cpu(), len(own))
+        routings = [by_text(site.routing, split) for site in sites]
         groups = update.cut(self._group_size(update, routings))
         weight = self.item_weight(sum(update.own[number][1]), num_items_in_batch)
         items = torch.tensor(groups.items, device=getattr(weight, "device", None))
         items = items.to(torch.float32 if items.device.type == "mps" else torch.float64)
         members, weights = update.members[number], items * weight * self._scale()
+        spread = members if texts is None else _of_tokens(members, texts)
         update.passes.append({place: sites[place] for place in self._chosen})
+        update.splits.append(split)
         for place in self._chosen:
             site, routing = sites[place], routings[place]
             layer = update.layers.setdefault(place, self._empty(groups.count, routing))
             if layer.rows is not None and groups.count:
-                layer.rows.add(site, members.to(site.device), weights)
+                layer.rows.add(site, spread.to(site.device), weights)
             gates, soft = self._sums(routing, members, groups.count)
             layer.gates += gates
             layer.soft += soft
@@ -441,7 +478,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                 for earlier in update.passes:
                     earlier[place].forget_factors()
         if options.statistics != "off":
-            self._count_selections(update.own[number][0], routings)
+            self._count_selections(own, routings)
 
     def _empty(self, groups: int, routing: Routing) -> _Layer:
         options, experts = self.gar, routing.gates.shape[-1]
@@ -568,8 +605,9 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         whole = whole_parameters(router)
         parameters = {name: p for name, p in router.named_parameters() if p.requires_grad}
         leaves = [(whole or parameters)[name] for name in parameters]
-        for sites, members in zip(update.passes, update.members, strict=True):
-            sums = self._sums(sites[place].detached_routing(whole), members, update.groups.count)
+        for sites, split, members in zip(update.passes, update.splits, update.members, strict=True):
+            routing = by_text(sites[place].detached_routing(whole), split)
+            sums = self._sums(routing, members, update.groups.count)
             used = [(total, grad) for total, grad in zip(sums, inner, strict=True) if total.requires_grad]
             if not used:
                 continue
