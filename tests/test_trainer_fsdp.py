@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.tiny import relative_error
-from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, training
+from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, added, training
 
 ROOT = Path(__file__).parent
 LIMIT = 300  # seconds for all of it
@@ -67,5 +67,13 @@ def test_without_the_objective_a_sharded_training_is_the_plain_one_to_the_bit(ra
 
 
 def test_a_resumed_sharded_training_is_the_uninterrupted_one(ranks: Any) -> None:
-    resumed, uninterrupted = (ranks(name, 1)["model"] for name in ("resumed", "uninterrupted"))
+    resumed, uninterrupted = (ranks(name, 1)["model"] for name in ("resumed", "plain"))
     assert all(torch.equal(resumed[key], value) for key, value in uninterrupted.items())
+
+
+def test_in_bfloat16_it_is_the_float32_gradient_up_to_bfloat16(ranks: Any, tmp_path: Path) -> None:
+    """FSDP casts weights, in the place of autocast; the router is called as the forward called it."""
+    exact = added(tmp_path)
+    for key, value in exact.items():
+        assert relative_error(ranks("bf16", 0)[key], value) < 0.1
+        assert torch.equal(ranks("bf16", 0)[key], ranks("bf16", 1)[key])

@@ -19,28 +19,32 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from gar.integrations import GARMixin, GARTrainer
-from support.tiny_training import make, olmoe
+from support.tiny_training import gradients, make, olmoe
 
 #: Name: options of the trainer, of TrainingArguments, and of fsdp_config.
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"coefficient": 2.0, "group_size": 2}, {}, {}),
-    "accumulated": (
+    "plain": ({"coefficient": 2.0, "group_size": 2}, {"lr_scheduler_type": "constant"}, {}),
+    "accumulated, fsdp's checkpoints": (
         {"coefficient": 2.0, "balance_coefficient": 0.1, "probabilities": "softmax", "gradients": "unit"},
         {"steps": 2},
-        {},
+        {"activation_checkpointing": True},
     ),
-    "held": ({"coefficient": 2.0, "group_size": 0, "rows_dtype": "float64"}, {}, {}),
     "checkpointed": (
         {"coefficient": 2.0},
         {"gradient_checkpointing": True},
         {"reshard_after_forward": False},
     ),
-    "fsdp's checkpoints": ({"coefficient": 2.0}, {"steps": 2}, {"activation_checkpointing": True}),
-    "one unit": ({"coefficient": 2.0}, {}, {"auto_wrap_policy": "NO_WRAP"}),
-    "experts apart": ({"coefficient": 2.0}, {}, {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]}),
-    "other implementation": ({"coefficient": 2.0}, {"experts": "batched_mm"}, {}),
+    "one unit, another implementation": (
+        {"coefficient": 2.0, "gradients": "relative"},
+        {"experts": "batched_mm"},
+        {"auto_wrap_policy": "NO_WRAP"},
+    ),
+    "experts apart, rows held": (
+        {"coefficient": 2.0, "group_size": 0, "rows_dtype": "float64"},
+        {},
+        {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]},
+    ),
     "without the objective": ({"coefficient": 0.0}, {}, {}),
-    "frozen routers": ({"freeze_router": True}, {}, {}),
 }
 
 
@@ -85,10 +89,19 @@ def training(out: Path, name: str, kind: type[Any] = GARTrainer, model: Any = No
     return make(out, model, trainer=kind, sizes=sizes, **(options if issubclass(kind, GARMixin) else {}))
 
 
+def added(out: Path, **more: Any) -> dict[str, torch.Tensor]:
+    """What the objective adds to the routers' gradients in the first update of a float32 model."""
+    found = []
+    for name in ("plain", "without the objective"):
+        trainer = training(out, name, model=olmoe(torch.float32), **more)
+        grads = {key: grad for key, grad in gradients(trainer).items() if ".gate." in key}
+        found.append({key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in grads.items()})
+    return {key: grad - found[1][key] for key, grad in found[0].items()}
+
+
 #: Adapters: on attention, and one of the ways to train a router, one with adapters on experts.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
-    "target_modules": {"target_modules": ["q_proj", "gate"]},
     "target_parameters": {
         "target_modules": ["q_proj"],
         "target_parameters": ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -119,14 +132,13 @@ def main(out: Path) -> None:
     trainer = training(out / "without gar", "without the objective", transformers.Trainer)
     trainer.train()
     save("without gar", {"model": whole(trainer.model)})
-    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     training(out / "parts", "plain", **more, updates=2).train()
+    torch.distributed.barrier()  # the first rank writes the checkpoint's last files
     resumed = training(out / "parts", "plain", **more)
     resumed.train(resume_from_checkpoint=str(out / "parts" / "checkpoint-2"))
     save("resumed", {"model": whole(resumed.model)})
-    trainer = training(out / "uninterrupted", "plain", **more)
-    trainer.train()
-    save("uninterrupted", {"model": whole(trainer.model)})
+    save("bf16", added(out / "bf16", bf16=True))
     if find_spec("peft") is not None:
         for name in ADAPTERS:
             trainer = adapted(out / name, name)
