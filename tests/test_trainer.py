@@ -45,14 +45,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Gradients:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "the paper's": {},
+    "default": {},
+    "the paper's": {"gradients": "raw"},
     "one group a label": {"group_size": 0},
     "an example a group": {"group_size": 1},
     "numerator only": {"objective": "numerator_only"},
     "entropy": {"entropy_weight": 0.3},
     "unit rows": {"gradients": "unit"},
     "rows of one label's scale": {"gradients": "label_scale", "group_size": 1},
-    "relative rows": {"gradients": "relative"},
     "distinct pairs": {"self_pairs": False},
     "softmax": {"probabilities": "softmax"},
     "one layer": {"layers": [1]},

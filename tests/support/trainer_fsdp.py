@@ -23,7 +23,11 @@ from support.tiny_training import gradients, make, olmoe
 
 #: Name: options of the trainer, of TrainingArguments, and of fsdp_config.
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"coefficient": 2.0, "group_size": 2}, {"lr_scheduler_type": "constant"}, {}),
+    "plain": (
+        {"coefficient": 2.0, "group_size": 2, "gradients": "raw"},
+        {"lr_scheduler_type": "constant"},
+        {},
+    ),
     "accumulated, fsdp's checkpoints": (
         {"coefficient": 2.0, "balance_coefficient": 0.1, "probabilities": "softmax", "gradients": "unit"},
         {"steps": 2},
@@ -35,7 +39,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"reshard_after_forward": False},
     ),
     "one unit, another implementation": (
-        {"coefficient": 2.0, "gradients": "relative"},
+        {"coefficient": 2.0},
         {"experts": "batched_mm"},
         {"auto_wrap_policy": "NO_WRAP"},
     ),

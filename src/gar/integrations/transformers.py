@@ -55,7 +55,9 @@ def _option(default: Any, text: str) -> Any:
 class GARArguments:
     """Options of :class:`GARMixin`; ``transformers.HfArgumentParser`` reads them from a command line.
 
-    Defaults are the paper's form, ``gar.methods.GAR``'s, but for the groups (see ``group_size``).
+    The paper's form, which ``gar.methods.GAR`` has by default, is ``coefficient=1e-3, gradients="raw",
+    group_size=8``. Raw gradients have another length in every model, and the same coefficient does nothing in
+    one and everything in another; relative ones differ by one factor a layer and update.
     """
 
     group_column: str = _option(
@@ -67,7 +69,7 @@ class GARArguments:
         "E/k groups. 0: all examples of one value in an update are one group",
     )
     coefficient: float = _option(
-        1e-3, "lambda of the objective in the routers' gradient; 0: the plain trainer, to the bit"
+        0.3, "lambda of the objective in the routers' gradient; 0: the plain trainer, to the bit"
     )
     warmup: int = _option(0, "updates over which the coefficient rises from 0")
     layers: list[int] | None = _option(None, "numbers of the layers that get the objective; default: all")  # noqa: RUF009
@@ -76,7 +78,7 @@ class GARArguments:
     )
     entropy_weight: float = _option(0.0, "tau of the added sum p log p")
     gradients: Literal["raw", "unit", "label_scale", "relative"] = _option(
-        "raw",
+        "relative",
         "g_m as it is, of length 1, over the root mean square length of its label's, or over the root of all "
         "squared lengths of the update: the objective of a layer is then minus gar/coherence, 0 to 1",
     )
