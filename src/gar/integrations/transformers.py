@@ -244,13 +244,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
         ``coefficient * d/d(router) sum_layers L_norm``   (:func:`gar.alignment_loss`)
 
-    of the groups of the whole update, whatever micro-batches and ranks (DDP) it is made of: ``g_m`` is the
-    gradient of group m's own mean loss (a token's, where the trainer averages over tokens), summed over the
-    experts of a layer. It is added once an update, before the one clip. ``coefficient=0`` is the plain
+    of the groups of the whole update, whatever micro-batches and ranks (DDP, FSDP2) it is made of: ``g_m`` is
+    the gradient of group m's own mean loss (a token's, where the trainer averages over tokens), summed over
+    the experts of a layer. It is added once an update, before the one clip. ``coefficient=0`` is the plain
     trainer to the bit.
 
-    Raises :class:`gar.UserError` where the objective could not act: no trainable router, no such column,
-    packed texts, a built-in balance loss, DeepSpeed, FSDP, ``torch_compile``.
+    Raises :class:`gar.UserError` where the objective could not act: no trainable router, no such column, a
+    built-in balance loss, DeepSpeed, FSDP1, ``torch_compile``.
     """
 
     def __init__(self, *args: Any, gar: GARArguments | None = None, **keywords: Any) -> None:
