@@ -5,7 +5,8 @@
 
 `texts.jsonl` has one `{"text": ..., "group": ...}` a line (or `prompt` and `completion`). All options of
 SFTConfig and of GARArguments can be given. Several GPUs:
-`torchrun --nproc-per-node 4 examples/sft_peft.py ...`
+`accelerate launch --multi_gpu --num_processes 4 examples/sft_peft.py ...`, or torchrun; with `--fsdp` each
+keeps a part of the model.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from gar import UserError
 from gar.integrations.transformers import GARArguments, GARMixin
 
 DOMAINS = {
@@ -83,9 +85,7 @@ def main() -> None:
         (Inputs, SFTConfig, GARArguments)
     ).parse_args_into_dataclasses(given)
     if (inputs.model is None) != (inputs.data is None):
-        raise SystemExit(
-            "--model and --data go together; data is a JSONL file with a text and a group a line"
-        )
+        raise UserError("--model and --data go together; data is a JSONL file with a text and a group a line")
     if inputs.model is None:
         model, tokenizer, data = tiny()
         arguments.logging_steps = min(arguments.logging_steps, 20)
@@ -114,4 +114,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:  # a mistake in what was given: one line, no traceback
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -4,7 +4,9 @@
     python examples/trainer.py --model allenai/OLMoE-1B-7B-0924 --data texts.jsonl --bf16 --output_dir out
 
 `texts.jsonl` has one `{"text": ..., "group": ...}` a line. All options of TrainingArguments and of
-GARArguments (`--coefficient`, `--group_size`, `--layers`, ...) can be given.
+GARArguments (`--coefficient`, `--group_size`, `--layers`, ...) can be given. Several GPUs:
+`accelerate launch --multi_gpu --num_processes 4 examples/trainer.py ...`, or torchrun; with `--fsdp` each
+keeps a part of the model.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from gar import UserError
 from gar.integrations.transformers import GARArguments, GARTrainer
 
 DOMAINS = {
@@ -76,9 +79,7 @@ def main() -> None:
         (Inputs, TrainingArguments, GARArguments)
     ).parse_args_into_dataclasses(given)
     if (inputs.model is None) != (inputs.data is None):
-        raise SystemExit(
-            "--model and --data go together; data is a JSONL file with a text and a group a line"
-        )
+        raise UserError("--model and --data go together; data is a JSONL file with a text and a group a line")
     if inputs.model is None:
         model, tokenizer, data = tiny()
         arguments.logging_steps = min(arguments.logging_steps, 20)
@@ -106,4 +107,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:  # a mistake in what was given: one line, no traceback
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

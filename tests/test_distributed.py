@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -282,3 +284,25 @@ def test_a_second_backward_under_ddp_is_wrong_and_ours_is_not(workers: Pool) -> 
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     naive = workers.run(2, _second_backward, rows, weight, g @ g.T, False)[0]
     assert float((naive - expected).norm() / expected.norm()) > 0.05
+
+
+def test_who_goes_on_after_an_error_can_be_ended() -> None:
+    """The launcher's signal leaves time to say what happened, and ends the process after it."""
+    script = """
+import os, signal, sys, time
+from gar.distributed import Job, Ranks, job
+job.REASON = 1.0
+alone = Job(Ranks.alone(), Ranks.alone())
+alone.control.count = 2
+try:
+    with alone.explained():
+        raise ValueError("handled")
+except ValueError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("said", flush=True)
+    time.sleep(60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.stdout, done.returncode) == ("said\n", 143), done.stderr

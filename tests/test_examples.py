@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,7 +50,9 @@ def test_the_scripts_run_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch,
     assert "adapters/reached" not in logs[0] or logs[0]["adapters/reached"] == logs[0]["adapters/total"] > 0
 
 
-def test_a_model_and_data_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_and_data_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run("trainer", monkeypatch, tmp_path / "first")
     rows = [{"text": "red green 3", "group": "a"}, {"text": "1 2 3 blue", "group": "b"}] * 40
     data = tmp_path / "texts.jsonl"
@@ -59,5 +63,47 @@ def test_a_model_and_data_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )  # fmt: skip
     assert logs[0]["moe/purity"] >= 0.5
     for alone in (["--model", tmp_path / "first"], ["--data", data]):
-        with pytest.raises(SystemExit, match="--model and --data go together"):
+        with pytest.raises(SystemExit, match="2"):
             run("trainer", monkeypatch, tmp_path / "third", *alone)
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: --model and --data go together")
+
+
+@pytest.mark.parametrize("name", ["trainer", "sft_peft"])
+def test_a_mistake_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if name == "sft_peft":
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    with pytest.raises(SystemExit, match="2"):
+        run(name, monkeypatch, tmp_path, "--group_column", "grup")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: group_column 'grup'")
+    assert "did you mean 'group'" in line
+
+
+def test_accelerate_starts_two_processes(tmp_path: Path) -> None:
+    """On a machine without a GPU too; `--cpu` would start one, whatever the number."""
+    if not EXAMPLES.is_dir():
+        pytest.skip("not a source checkout")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    script: list[str | Path] = [
+        EXAMPLES / "trainer.py",
+        *QUIET,
+        "--output_dir",
+        tmp_path,
+        "--coefficient",
+        "1",
+    ]
+    sizes = ["--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2"]
+    sizes += ["--per_device_train_batch_size", "16"]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*launch, "--main_process_port", "0", *script, *sizes],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **paths},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["log_history"][0]["gar/groups"] == pytest.approx(9, abs=1)  # of 32 texts, 16 a process
+    assert len(list((tmp_path / "checkpoint-2").glob("rng_state_*.pth"))) == 2

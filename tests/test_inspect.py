@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,31 @@ def test_a_finished_one_is_read_and_other_arguments_are_refused(
             inspect_to(quick(world), out)
     finally:
         weights.write_bytes(content)
+
+
+def test_another_revision_of_a_hub_id_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the cache or the hub know: files of a hub id are in neither's name."""
+    found = []
+    for commit in ("1f3c", "1f3c", "9a20"):
+        monkeypatch.setattr(
+            loading, "_call", lambda function, name, commit=commit: SimpleNamespace(_commit_hash=commit)
+        )
+        found.append(loading.digest(loading.Source("someone/moe", None)))
+    assert found[0] == found[1] != found[2]
+
+
+def test_one_group_has_dashes_where_groups_are_compared(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.loads(line) for line in (world / "texts.jsonl").read_text().splitlines()]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in lines))
+    command = ["inspect", str(world / "moe"), "--data", str(tmp_path / "one.jsonl"), *QUICK]
+    assert gar_command([*command, "--out", str(tmp_path / "out")]) == 0
+    last = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("all"))
+    assert last.split()[-3:] == ["–", "–", "–"]
+    page = (tmp_path / "out" / "inspect.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| **all"))
+    assert row.count("–") == 5
 
 
 def test_a_directory_of_something_else_is_refused(world: Path, tmp_path: Path) -> None:

@@ -415,6 +415,14 @@ def test_the_dimension_is_the_largest_that_fits() -> None:
         choose_dimension(layers, 10, 4, 10 * 12 * 4 * 63)
 
 
+def test_the_inner_products_of_many_units_are_refused_early() -> None:
+    """Rows of few numbers, and many of them: [E, M, M] is what takes the memory."""
+    layers, needed = {"a": (4, 8), "b": (8, 8)}, 8 * 2000**2 * 8
+    with pytest.raises(gar.UserError, match=f"2000 units of texts and 12 experts; expected {needed} or more"):
+        choose_dimension(layers, 2000, 4, needed - 1)
+    assert choose_dimension(layers, 2000, 4, needed) is None
+
+
 class Largest(TorchDispatchMode):
     """How many numbers the largest tensor has that any operation returns."""
 

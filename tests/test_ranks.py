@@ -444,6 +444,24 @@ def test_ranks_that_drift_apart_are_noticed(workers: Pool, world: Path) -> None:
         assert "is not the same on all ranks" in said
 
 
+def _own_run(ranks: Ranks, configs: Sequence[Config], out: Path) -> Any:
+    return _whole_run(ranks, configs[ranks.rank], out)
+
+
+def test_ranks_with_other_data_are_refused(workers: Pool, world: Path, tmp_path: Path) -> None:
+    """As where one machine has an older copy of a file."""
+    own, older = world / "nli-train.jsonl", tmp_path / "nli-train.jsonl"
+    older.write_text("".join(f"{line}\n" for line in own.read_text().splitlines()[:-1]))
+    tasks = tiny_runs.tree(world)["mixture"]["tasks"]
+    configs = [
+        make_config(world, mixture__tasks=[tasks[0], {**tasks[1], "train": str(path)}])
+        for path in (own, older)
+    ]
+    said = "task nli: rank 1 has other examples than rank 0; expected the same data on all"
+    assert workers.run(2, _own_run, configs, tmp_path / "out") == [("UserError", said)] * 2
+    assert not (tmp_path / "out").exists()
+
+
 class OwnFinish(Method):
     """Does what no sum over ranks would give."""
 
@@ -542,6 +560,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(own: str, tmp_path: Path) -> None
     (line,) = said.splitlines()
     assert line.startswith(f"error: {own}: method.name: unknown name 'garr'")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_accelerate_launches_ranks(own: str, tmp_path: Path) -> None:
+    """As docs/ranks.md writes it; each of its processes is a rank, without a GPU too."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    out, few = tmp_path / "run", ["optimizer.updates=2", "device=cpu"]
+    done = subprocess.run(
+        [*launch, "--main_process_port", "0", "-m", "gar", "train", own, *few, "--out", out],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((out / "environment.json").read_text())["ranks"] == 2
 
 
 def children(pid: int) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import gar
 from gar.integrations import GARArguments
@@ -44,7 +45,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Gradients:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "the paper's": {},
+    "default": {},
+    "the paper's": {"gradients": "raw"},
     "one group a label": {"group_size": 0},
     "an example a group": {"group_size": 1},
     "numerator only": {"objective": "numerator_only"},
@@ -450,22 +452,38 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"n_gpu": 2}, "one process|a process for every GPU"),
         ({"is_deepspeed_enabled": True}, "DeepSpeed"),
-        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"is_fsdp_enabled": True, "fsdp_version": 1}, "FSDP1 flattens"),
+        ({"is_fsdp_enabled": True, "cpu_offload": CPUOffloadPolicy()}, "leave cpu_offload off"),
+        ({"is_fsdp_xla_enabled": True}, "FSDP of XLA"),
         ({"tp_enabled": True}, "tp parallelism"),
         ({"optim": "lomo"}, "steps during the backward"),
         ({"optim": "galore_adamw_layerwise"}, "steps during the backward"),
     ],
 )
 def test_what_changes_gradients_elsewhere_is_refused(changes: dict[str, Any], text: str) -> None:
-    args = SimpleNamespace(**{"optim": "adamw_torch", "n_gpu": 1, "torch_compile": False, **changes})
+    args = SimpleNamespace(**{"optim": "adamw_torch", "torch_compile": False, **changes})
+    plugin = SimpleNamespace(**{"fsdp_version": 2, "cpu_offload": None, **changes})
     trainer = SimpleNamespace(
-        args=args, accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**changes)),
+        args=args,
+        accelerator=SimpleNamespace(
+            parallelism_config=SimpleNamespace(**changes), state=SimpleNamespace(fsdp_plugin=plugin)
+        ),
         **{"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **changes},
     )  # fmt: skip
     with pytest.raises(gar.UserError, match=text):
         refuse_setting(trainer)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1.0])
+def test_copies_of_the_model_are_refused(
+    coefficient: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Statistics too would be of what the model itself does: nothing."""
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(gar.UserError, match="copies of the model on 2 GPUs"):
+        make(tmp_path, coefficient=coefficient)
+    make(tmp_path, coefficient=0.0, statistics="off")
 
 
 def test_statistics_without_the_objective_ask_for_no_column(tmp_path: Path) -> None:

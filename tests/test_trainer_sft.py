@@ -16,7 +16,7 @@ import gar
 from gar.integrations import GARArguments, GARMixin, GARTrainer
 from support.tiny import relative_error
 from support.tiny_moe import tiny_moe
-from support.tiny_training import common
+from support.tiny_training import common, gradients
 
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
@@ -69,13 +69,15 @@ def make(out: Path, way: str | None, trainer: Any = Tuned, model: Any = None, **
         "max_length": 16,
         **options.pop("sizes", {}),
     }
+    texts = options.pop("texts", None)
     more: dict[str, Any] = {"gar": GARArguments(**options)} if issubclass(trainer, GARMixin) else {}
     if way is not None:
         more["peft_config"] = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **WAYS[way])
     torch.manual_seed(5)
     return trainer(
         model=tiny_moe("qwen3_moe", "eager", torch.float32) if model is None else model,
-        args=trl.SFTConfig(str(out), **sizes), train_dataset=data(), processing_class=tokenizer(), **more,
+        args=trl.SFTConfig(str(out), **sizes), train_dataset=data() if texts is None else texts,
+        processing_class=tokenizer(), **more,
     )  # fmt: skip
 
 
@@ -255,11 +257,56 @@ def _cut(output: Any) -> Any:
     return output
 
 
+@pytest.mark.numerics
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_packed_texts_are_groups_as_in_own_rows(packing: bool, softmax: bool, tmp_path: Path) -> None:
+    """One update of the same 16 texts; every token's gradient counts for its own text's group."""
+    options: dict[str, Any] = {"coefficient": 5.0, "group_size": 0, "balance_coefficient": 0.1}
+    options |= {"probabilities": "softmax"} if softmax else {}
+    layouts: dict[str, dict[str, Any]] = {
+        "rows": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+        "packed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    }
+    if packing:
+        layouts["packed"] |= {"packing": True, "gradient_accumulation_steps": 64}
+    else:
+        layouts["packed"] |= {"padding_free": True, "max_length": None}
+    found, logs = {}, {}
+    for name, sizes in layouts.items():
+        trainer = make(
+            tmp_path, None, model=tiny_moe("qwen3_moe", "eager", torch.float64), texts=data(16),
+            sizes={**sizes, "max_steps": 1}, **options,
+        )  # fmt: skip
+        found[name] = gradients(trainer)
+        logs[name] = next(log for log in trainer.state.log_history if "loss" in log)
+    if packing:
+        assert len(trainer.train_dataset) < 12
+        assert any(len(row["group"]) > 1 for row in trainer.train_dataset)
+    assert found["rows"].keys() == found["packed"].keys()
+    for key, value in found["rows"].items():  # TRL's loss is float32
+        assert relative_error(found["packed"][key], value) < 1e-5, key
+    for key in ("gar/router_loss", "gar/groups", "moe/nmi", "moe/load_entropy"):
+        assert logs["packed"][key] == pytest.approx(logs["rows"][key], rel=1e-5), key
+
+
+def test_packing_without_the_objective_is_trls(tmp_path: Path) -> None:
+    packed = [
+        make(tmp_path, None, kind, sizes={"packing": True}, **options).train_dataset
+        for kind, options in (
+            (Tuned, {"coefficient": 1.0}),
+            (trl.SFTTrainer, {}),
+            (Tuned, {"coefficient": 0.0}),
+        )
+    ]
+    assert packed[0].remove_columns("group").to_dict() == packed[1].to_dict() == packed[2].to_dict()
+    assert list(map(len, packed[0]["group"])) == list(map(len, packed[0]["seq_lengths"]))
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     for way, options, text in (
         (None, {"sizes": {"router_aux_loss_coef": None}}, r"router_aux_loss_coef=0\.0 .*balance_coefficient"),
-        (None, {"sizes": {"packing": True}}, "packing=True puts several texts into one row"),
-        (None, {"sizes": {"padding_free": True, "max_length": None}}, "padding_free=True"),
+        (None, {"sizes": {"packing": True, "packing_strategy": "wrapped"}}, "packing_strategy='bfd'"),
         (None, {"group_column": "grup"}, "did you mean 'group'"),
     ):
         with pytest.raises(gar.UserError, match=text):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from gar.precision import full_precision, matmul
 
@@ -58,14 +59,21 @@ def alignment_loss(
     eps: float = EPS,
     normalize: bool = True,
     entropy_weight: float = 0.0,
+    self_pairs: bool = True,
 ) -> Tensor:
     """``L_norm = -association``, plus ``entropy_weight * sum p log p``; a scalar to minimise.
 
     Shapes as in :func:`association`. Its derivative with respect to the probabilities is minus
-    :func:`marginal_scores` (at ``entropy_weight=0``).
+    :func:`marginal_scores` (at ``entropy_weight=0``). Without ``self_pairs`` an observation's product with
+    itself counts as 0.
     """
     if entropy_weight < 0:
         raise ValueError(f"entropy_weight must be non-negative, got {entropy_weight}")
+    if not self_pairs:
+        if gram is None:
+            gram = gram_matrix(_observations(probabilities, gradients))
+            gradients = None
+        gram = gram - gram.diagonal().diag_embed()
     loss = -association(probabilities, gradients, gram=gram, eps=eps, normalize=normalize)
     if entropy_weight:
         # p log p is 0 at p = 0, in value and derivative: unselected experts must not turn it into inf * 0.
@@ -130,6 +138,17 @@ def gram_matrix(rows: Tensor, columns: int = 4096) -> Tensor:
         parts = rows[:, : whole * columns].unflatten(1, (whole, columns)).transpose(0, 1)
         rest = rows[:, whole * columns :]
         return torch.bmm(parts, parts.transpose(1, 2)).sum(0) + rest @ rest.T
+
+
+def common_length(length: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Root mean square [M] of the ``length`` [M] of observations of one label, int64 [M] in [0, count).
+
+    >>> common_length(torch.tensor([3.0, 1.0, 1.0]), torch.tensor([0, 1, 0]), 2).square()
+    tensor([5., 1., 5.])
+    """
+    member = one_hot(labels, count).to(length)  # no scatter: a CUDA graph replays it, in one order
+    mean = (member.T @ length.square()) / member.sum(0).clamp(min=1)
+    return (member @ mean).sqrt()
 
 
 def _check(probabilities: Tensor) -> None:

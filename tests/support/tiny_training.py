@@ -160,9 +160,11 @@ def slow_router_gradient(
             g[m] = torch.cat([grad.sum(0).flatten() for grad in grads])
         squares = {m: float(row.square().sum()) for m, row in g.items()}
         for m in distinct:
-            if options.get("gradients") == "unit":
+            if options.get("gradients", "relative") == "unit":
                 g[m] = g[m] / squares[m] ** 0.5
-            if options.get("gradients") == "label_scale":
+            if options.get("gradients", "relative") == "relative":
+                g[m] = g[m] / sum(squares.values()) ** 0.5
+            if options.get("gradients", "relative") == "label_scale":
                 same = [squares[i] for i in distinct if labels[i] == labels[m]]
                 g[m] = g[m] / (sum(same) / len(same)) ** 0.5
         weight = layer.mlp.gate.weight

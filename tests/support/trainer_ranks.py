@@ -16,7 +16,7 @@ from support.tiny_training import gradients, make, olmoe, texts
 
 #: Name: options of the trainer; every one a training of 3 updates, of 4 examples a rank and micro-batch.
 TRAININGS: dict[str, dict[str, Any]] = {
-    "plain": {"coefficient": 2.0, "group_size": 2},
+    "plain": {"coefficient": 2.0, "group_size": 2, "gradients": "raw"},
     "accumulated": {
         "coefficient": 2.0,
         "steps": 2,

@@ -106,10 +106,11 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     table.add_column("layer", no_wrap=True)
     for heading in ("E", "eff", "util", "dead", "entr.", "NMI", "purity", "conflict"):
         table.add_column(heading, justify="right", no_wrap=True)
+    one = len(result["groups"]) == 1
     for layer in result["layers"]:
-        table.add_row(*_cells(layer_title(layer).removeprefix("layer "), layer, str(layer["experts"])))
+        table.add_row(*_cells(layer_title(layer).removeprefix("layer "), layer, str(layer["experts"]), one))
     table.add_section()
-    table.add_row(*_cells("all", {**result["overall"], "dead": None}, ""), style="bold")
+    table.add_row(*_cells("all", {**result["overall"], "dead": None}, "", one), style="bold")
     console.print(table)
     if result["permutations"]:
         say(CAPTION, "dim")
@@ -120,7 +121,8 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     say(result["verdict"], "bold")
 
 
-def _cells(name: str, numbers: Mapping[str, Any], experts: str) -> list[str]:
+def _cells(name: str, numbers: Mapping[str, Any], experts: str, one: bool) -> list[str]:
+    """``one``: a single group, which has nothing to be told from."""
     dead = numbers["dead"]
     cells = [
         escape(name),
@@ -131,6 +133,9 @@ def _cells(name: str, numbers: Mapping[str, Any], experts: str) -> list[str]:
         f"{numbers['normalized_entropy']:.2f}",
     ]
     for key, *_ in COMPARED:
+        if one:
+            cells.append("–")
+            continue
         chance = numbers[key]
         text = f"{chance['value']:.3f}{'*' if chance['above'] else ''}"
         cells.append(text if chance["high"] is None else f"{text} ({chance['high']:.3f})")

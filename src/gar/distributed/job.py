@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -171,9 +172,12 @@ class Job:
         return None
 
     def _end_in_peace(self) -> None:
-        """A launcher ends all ranks when one has ended; this one is about to, and says why first."""
+        """A launcher ends all ranks when one has ended; this one is about to, and says why first.
+
+        It is given :data:`REASON` seconds for that: who handles the error and goes on can still be ended.
+        """
         if self.count > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, _end_later)
 
     def _ending(self, lost: RankLost) -> BaseException:
         """Why another rank has ended: what it told, or that it is gone; else what is known here."""
@@ -242,6 +246,13 @@ def device_of_rank(name: str, job: Job) -> str:
             f"expected {here} processes on this machine, or device=cpu"
         )
     return f"cuda:{local}"
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    """End the process as a signal does, in a while."""
+    timer = threading.Timer(REASON, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
 
 
 def _described(error: Exception) -> list[Any]:

@@ -223,12 +223,19 @@ def _first_line(error: Exception) -> str:
 
 
 def digest(source: Source) -> str:
-    """A digest of what will be loaded: of small files the content, of large ones name, size and time."""
+    """A digest of what will be loaded: of small files the content, of large ones name, size and time.
+
+    Of a hub id it is the commit that the hub, or the cache without a network, has now.
+    """
     found = hashlib.blake2b(digest_size=16)
     for place in (source.base, source.adapter):
         found.update(f"{place}\0".encode())
         path = None if place is None else Path(place)
-        if path is None or not path.is_dir():
+        if path is None:
+            continue
+        if not path.is_dir():
+            commit = getattr(_call(AutoConfig.from_pretrained, str(place)), "_commit_hash", None)
+            found.update(f"{commit}\0".encode())
             continue
         for file in sorted(child for child in path.iterdir() if child.is_file() and child.name[0] != "."):
             facts = file.stat()

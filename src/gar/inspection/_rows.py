@@ -76,22 +76,25 @@ def choose_dimension(
 ) -> int | None:
     """None where all rows fit in ``max_bytes``, else the largest power of two for a sketch that does.
 
-    ``templates`` are experts and parameters of one expert by layer.
+    ``templates`` are experts and parameters of one expert by layer. Refused is what not even the smallest
+    sketch, or the inner products [E, M, M] of a layer's rows, would fit in.
 
     >>> choose_dimension({"a": (4, 100)}, 8, 4, 12800), choose_dimension({"a": (4, 1000)}, 8, 4, 12800)
     (None, 64)
     """
     experts = sum(count for count, _ in templates.values())
-    whole = sum(count * size for count, size in templates.values())
-    if units * whole * itemsize <= max_bytes:
-        return None
-    most = max_bytes // (units * experts * itemsize)
-    if most < SMALLEST:
-        needed = units * experts * itemsize * SMALLEST
+    whole = units * sum(count * size for count, size in templates.values()) * itemsize
+    # The units' inner products, of one layer at a time, in float64.
+    gram = 8 * units**2 * max(count for count, _ in templates.values())
+    needed = max(min(whole, units * experts * itemsize * SMALLEST), gram)
+    if max_bytes < needed:
         raise UserError(
             f"max_bytes is {max_bytes}, too little for {units} units of texts and {experts} experts; "
             f"expected {needed} or more, or larger units (--group-size)"
         )
+    if whole <= max_bytes:
+        return None
+    most = max_bytes // (units * experts * itemsize)
     return int(min(LARGEST, 2 ** int(math.log2(most))))
 
 

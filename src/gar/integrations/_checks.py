@@ -6,25 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from gar.errors import UserError, shown
 from gar.integrations._groups import LABELS, missing_column
+from gar.integrations._packing import LENGTHS
+from gar.nn import RoutedExperts
 from gar.observation import SiteObservation
 
 THREE_WAYS = (
     'modules_to_save=["gate"], target_parameters=["mlp.gate.weight"] or target_modules=["gate"] in the '
     "LoraConfig (or `router`, where your model calls it so)"
 )
-
-
-def refuse_packing(args: Any) -> None:
-    """TRL's packing puts texts of several groups into one row, and drops the other columns."""
-    for option in ("packing", "padding_free"):
-        if getattr(args, option, False):
-            raise UserError(
-                f"{option}=True puts several texts into one row, so that a row has no group of its own; set "
-                f"{option}=False (grouping by length, or a smaller max_length, saves padding)"
-            )
 
 
 def refuse_column(column: str, dataset: Any) -> None:
@@ -34,15 +27,26 @@ def refuse_column(column: str, dataset: Any) -> None:
         raise missing_column(column, [str(name) for name in known])
     if not isinstance(dataset, Dataset):
         return
-    row = 0
+    row, packed = 0, LENGTHS in dataset.column_names
     for batch in dataset.select_columns([column]).with_format("arrow").iter(1 << 16):
         for cell in batch.column(column).to_pylist():
             row += 1
-            if not isinstance(cell, LABELS):
+            labels = cell if packed and isinstance(cell, list) else [cell]
+            if not all(isinstance(label, LABELS) for label in labels):
                 raise UserError(
                     f"group_column {column!r}, row {row} of the training dataset: {shown(cell)}; expected a "
                     "text or a whole number"
                 )
+
+
+def refuse_copies(args: Any) -> None:
+    """What a GPU's copy of the model does is not seen in the model."""
+    if args.n_gpu > 1:
+        raise UserError(
+            f"nn.DataParallel runs copies of the model on {args.n_gpu} GPUs, whose experts are not observed; "
+            "start a process for every GPU (torchrun, accelerate launch), or make one visible "
+            "(CUDA_VISIBLE_DEVICES=0)"
+        )
 
 
 def refuse_setting(trainer: Any) -> None:
@@ -53,13 +57,16 @@ def refuse_setting(trainer: Any) -> None:
     split = [
         name for name in ("tp", "cp", "sp") if plan is not None and getattr(plan, f"{name}_enabled", False)
     ]
+    plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     reason = None
-    if args.n_gpu > 1:
-        reason = "nn.DataParallel runs copies of the model; start a process for every GPU (torchrun)"
-    elif trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps gradients out of reach; use DDP"
-    elif trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
-        reason = "FSDP shards the parameters; use DDP"
+    elif getattr(trainer, "is_fsdp_xla_enabled", False):
+        reason = "FSDP of XLA shards the parameters; use FSDP2 or DDP"
+    elif plugin is not None and plugin.fsdp_version != 2:
+        reason = "FSDP1 flattens the parameters; use FSDP2 (fsdp_config={'version': 2}) or DDP"
+    elif plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        reason = "FSDP keeps parameters on the CPU; leave cpu_offload off"
     elif split or getattr(trainer, "is_distributed_loading_by_transformers", False):
         reason = f"{' and '.join(split) or 'tensor'} parallelism splits texts or experts; use DDP"
     elif args.torch_compile:
@@ -86,6 +93,16 @@ def refuse_auxiliary_loss(trainer: Any) -> None:
                 "router_aux_loss_coef=0.0 (in the SFTConfig or the model's config) and "
                 "GARArguments(balance_coefficient=...) for one of every layer"
             )
+
+
+def refuse_sharded_banks(sites: Sequence[SiteObservation]) -> None:
+    """What is observed of gar's own experts is computed after the backward, when FSDP has freed weights."""
+    own = next((site for site in sites if isinstance(site.bank, RoutedExperts)), None)
+    if own is not None:
+        raise UserError(
+            f"{own.name} is a bank of gar.nn, whose group gradients need whole weights after the backward, "
+            "and FSDP shards them; use DDP (MoE layers of transformers work under both)"
+        )
 
 
 def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:

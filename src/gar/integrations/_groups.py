@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gar.errors import UserError, nearest, shown
+from gar.integrations._packing import LENGTHS, text_numbers, texts_key
 
 #: What a group can be called.
 LABELS = (str, numbers.Integral)
@@ -40,7 +41,9 @@ def label_ids(labels: Sequence[object]) -> Tensor:
 class GroupCollator:
     """Collates examples without their ``column``; with ``keep`` it comes back as a tensor of numbers, [B].
 
-    Where it is not ``required``, it comes back only if every example has one.
+    Where it is not ``required``, it comes back only if every example has one. Of packed texts (a list of
+    groups an example, or all examples in one row) it is a number a text [n], and the batch has under
+    :func:`texts_key` whose text every token is.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], column: str, keep: bool, required: bool) -> None:
@@ -55,9 +58,16 @@ class GroupCollator:
         if not any(there):
             return self.collate(list(examples))
         batch = self.collate([{k: v for k, v in e.items() if k != self.column} for e in mappings])
-        labels = [example.get(self.column) for example in mappings]
-        if self.keep and (self.required or all(isinstance(label, LABELS) for label in labels)):
-            batch[self.column] = label_ids(labels)
+        labels: list[Any] = [example.get(self.column) for example in mappings]
+        packed = [isinstance(label, list | tuple) for label in labels]
+        flat = [label for own, many in zip(labels, packed, strict=True) for label in (own if many else [own])]
+        if not self.keep or not (self.required or all(isinstance(label, LABELS) for label in flat)):
+            return batch
+        batch[self.column] = label_ids(flat)
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and (any(packed) or len(ids) < len(mappings)):
+            lengths = [list(e.get(LENGTHS) or [len(e["input_ids"])]) for e in mappings]
+            batch[texts_key(self.column)] = text_numbers(lengths, ids.shape)
         return batch
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gar.integrations._sharding import local
 from gar.metrics import (
     load_variance,
     normalized_mutual_information,
@@ -110,13 +111,13 @@ def adapter_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def reached(adapters: Mapping[str, Sequence[nn.Parameter]]) -> set[str]:
-    """The adapters of which a parameter has a gradient that is not zero."""
+    """The adapters of which a parameter has a gradient that is not zero, in this rank's part of it."""
     owners, largest = [], []
     for name, parameters in adapters.items():
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.numel():
+            if parameter.grad is not None and (own := local(parameter.grad.detach())).numel():
                 owners.append(name)
-                largest.append(parameter.grad.detach().abs().amax().float())
+                largest.append(own.abs().amax().float())
     if not largest:
         return set()
     values = torch.stack([value.to(largest[0].device) for value in largest]).tolist()

@@ -25,13 +25,16 @@ from gar.integrations._checkpoint import load_missing
 from gar.integrations._checks import (
     refuse_auxiliary_loss,
     refuse_column,
-    refuse_packing,
+    refuse_copies,
     refuse_setting,
+    refuse_sharded_banks,
     require_router,
 )
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_ids
+from gar.integrations._packing import by_text, crosses, pack, texts_key
+from gar.integrations._sharding import placed, whole_parameters
 from gar.integrations._statistics import ExpertStatistics, adapter_parameters, reached
-from gar.objective import alignment_loss, association
+from gar.objective import alignment_loss, association, common_length
 from gar.observation import Grouping, Observed, RowSum, SiteObservation, observe
 from gar.routing import Routing
 
@@ -52,7 +55,9 @@ def _option(default: Any, text: str) -> Any:
 class GARArguments:
     """Options of :class:`GARMixin`; ``transformers.HfArgumentParser`` reads them from a command line.
 
-    Defaults are the paper's form, ``gar.methods.GAR``'s, but for the groups (see ``group_size``).
+    The paper's form, which ``gar.methods.GAR`` has by default, is ``coefficient=1e-3, gradients="raw",
+    group_size=8``. Raw gradients have another length in every model, and the same coefficient does nothing in
+    one and everything in another; relative ones differ by one factor a layer and update.
     """
 
     group_column: str = _option(
@@ -64,7 +69,7 @@ class GARArguments:
         "E/k groups. 0: all examples of one value in an update are one group",
     )
     coefficient: float = _option(
-        1e-3, "lambda of the objective in the routers' gradient; 0: the plain trainer, to the bit"
+        0.3, "lambda of the objective in the routers' gradient; 0: the plain trainer, to the bit"
     )
     warmup: int = _option(0, "updates over which the coefficient rises from 0")
     layers: list[int] | None = _option(None, "numbers of the layers that get the objective; default: all")  # noqa: RUF009
@@ -72,8 +77,10 @@ class GARArguments:
         "load_normalized", "with or without the division by an expert's share"
     )
     entropy_weight: float = _option(0.0, "tau of the added sum p log p")
-    gradients: Literal["raw", "unit", "label_scale"] = _option(
-        "raw", "g_m as it is, of length 1, or over the root mean square length of its label's"
+    gradients: Literal["raw", "unit", "label_scale", "relative"] = _option(
+        "relative",
+        "g_m as it is, of length 1, over the root mean square length of its label's, or over the root of all "
+        "squared lengths of the update: the objective of a layer is then minus gar/coherence, 0 to 1",
     )
     probabilities: Literal["gates", "softmax"] = _option(
         "gates",
@@ -162,10 +169,15 @@ class _Layer:
 
 @dataclass
 class _Update:
-    """An optimizer update in the making: ``examples[rank][micro-batch]`` has labels and numbers of losses."""
+    """An optimizer update in the making: ``examples[rank][micro-batch]`` has labels and numbers of losses.
+
+    An example is a text: where several are packed into a row, each of them.
+    """
 
     examples: list[list[tuple[list[int], list[int]]]]
     rank: int
+    #: Of packed micro-batches of this rank the text of every token [B, L]; None where a row is an example.
+    texts: list[Tensor | None]
     groups: Groups | None = None
     #: The group of every example [B], of the micro-batches of this rank.
     members: list[Tensor] = field(default_factory=list)
@@ -173,6 +185,8 @@ class _Update:
     present: list[Tensor] = field(default_factory=list)
     #: The observations of the layers that the objective is for; others are not kept.
     passes: list[dict[int, SiteObservation]] = field(default_factory=list)
+    #: Which token is of which text, where texts are packed.
+    splits: list[Grouping | None] = field(default_factory=list)
     layers: dict[int, _Layer] = field(default_factory=dict)
 
     @property
@@ -210,6 +224,12 @@ class _Update:
         return self.groups
 
 
+def _of_tokens(members: Tensor, texts: Tensor) -> Tensor:
+    """The group of every token [B, L] from those of the texts [n]; -1: it is in none."""
+    texts = texts.cpu()
+    return torch.where(texts < 0, texts, members[texts.clamp(min=0)])
+
+
 if TYPE_CHECKING:
     _Trainer = Any
 else:
@@ -224,20 +244,19 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
         ``coefficient * d/d(router) sum_layers L_norm``   (:func:`gar.alignment_loss`)
 
-    of the groups of the whole update, whatever micro-batches and ranks (DDP) it is made of: ``g_m`` is the
-    gradient of group m's own mean loss (a token's, where the trainer averages over tokens), summed over the
-    experts of a layer. It is added once an update, before the one clip. ``coefficient=0`` is the plain
+    of the groups of the whole update, whatever micro-batches and ranks (DDP, FSDP2) it is made of: ``g_m`` is
+    the gradient of group m's own mean loss (a token's, where the trainer averages over tokens), summed over
+    the experts of a layer. It is added once an update, before the one clip. ``coefficient=0`` is the plain
     trainer to the bit.
 
-    Raises :class:`gar.UserError` where the objective could not act: no trainable router, no such column,
-    packed texts, a built-in balance loss, DeepSpeed, FSDP, ``torch_compile``.
+    Raises :class:`gar.UserError` where the objective could not act: no trainable router, no such column, a
+    built-in balance loss, DeepSpeed, FSDP1, ``torch_compile``.
     """
 
     def __init__(self, *args: Any, gar: GARArguments | None = None, **keywords: Any) -> None:
         self.gar = GARArguments() if gar is None else gar
         given = inspect.signature(super().__init__).bind_partial(*args, **keywords).arguments
         if self.gar.aligns:
-            refuse_packing(given.get("args"))
             refuse_column(self.gar.group_column, given.get("train_dataset"))
         self._update: _Update | None = None
         self._chosen: list[int] = []
@@ -247,6 +266,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         self._warned: set[str] = set()
         self._expert_statistics: ExpertStatistics | None = None
         super().__init__(*args, **keywords)
+        if self.gar.observes:
+            refuse_copies(self.args)
         if self.gar.aligns or self.gar.balances:
             refuse_setting(self)
             refuse_auxiliary_loss(self)
@@ -271,6 +292,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             for site in sites:
                 site.router.requires_grad_(False)
         if options.aligns or options.balances:
+            if self.is_fsdp_enabled:
+                refuse_sharded_banks(sites)
             self._chosen = require_router(sites, options.layers)
         self._ratio = None
         adapters = adapter_parameters(self.model)
@@ -279,6 +302,18 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             self._expert_statistics = ExpertStatistics(names, adapters)
 
     # -------------------------------------------------------------------------- data
+
+    def _prepare_dataset(self, *args: Any, **keywords: Any) -> Any:
+        """``SFTTrainer``'s, which drops all columns but tokens when it packs; here groups are packed."""
+        prepare = super()._prepare_dataset
+        given = inspect.signature(prepare).bind(*args, **keywords)
+        values = given.arguments
+        if not (self.gar.aligns and values.get("packing") and values.get("dataset_name") == "train"):
+            return prepare(*args, **keywords)
+        values["packing"], options = False, values["args"]
+        # Texts are cut to max_length, as packing itself does it.
+        tokens = prepare(*given.args, **given.kwargs)
+        return pack(tokens, options.max_length, self.gar.group_column, options.packing_strategy)
 
     def get_train_dataloader(self) -> Any:
         with self._collating(keep=self.gar.observes):
@@ -319,34 +354,43 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
     def _begin(self, batches: Sequence[dict[str, Any]]) -> _Update:
         """The update that has these micro-batches on this rank."""
-        own = []
-        for batch in batches:
-            items, labels = self._items(batch), batch.get(self.gar.group_column)
+        own, column = [], self.gar.group_column
+        packed = [batch.pop(texts_key(column), None) for batch in batches]
+        for batch, texts in zip(batches, packed, strict=True):
+            items, labels = self._items(batch, texts), batch.get(column)
             if labels is None and self.gar.aligns:
                 raise UserError(
-                    f"group_column {self.gar.group_column!r}: it is not in the batches that reach the "
+                    f"group_column {column!r}: it is not in the batches that reach the "
                     "training step; expected a data loader made by the trainer's get_train_dataloader"
                 )
             if not isinstance(labels, Tensor):
                 labels = torch.zeros_like(items) if labels is None else label_ids(labels)
             if len(labels) != len(items):
                 raise UserError(
-                    f"a batch of {len(labels)} examples has {len(items)} rows; expected one row an example"
+                    f"a batch of {len(items)} examples has {len(labels)} groups; expected one an example"
                 )
             own.append((labels.tolist(), items.tolist()))
-        return _Update(gather_object([own]), self.accelerator.process_index)
+        return _Update(gather_object([own]), self.accelerator.process_index, packed)
 
-    def _items(self, batch: dict[str, Any]) -> Tensor:
+    def _items(self, batch: dict[str, Any], texts: Tensor | None = None) -> Tensor:
         """How many losses each example of a batch brings, int64 [B], counted as the trainer counts them."""
         labels = batch.get("shift_labels")
         if labels is None:
             labels = batch.get("labels")
             if isinstance(labels, Tensor) and labels.dim() > 1 and self._loss_shifts_labels:
-                labels = labels[..., 1:]
+                if texts is not None and crosses(labels, texts):
+                    raise UserError(
+                        "a packed text's first token is asked for from the text before it; expected -100 as "
+                        "its label (TRL's collator does that)"
+                    )
+                labels, texts = labels[..., 1:], None if texts is None else texts[..., 1:]
         if not isinstance(labels, Tensor):
             rows = next(len(value) for value in batch.values() if isinstance(value, Tensor))
             return torch.ones(rows, dtype=torch.long)
         counted = labels.ne(-100)
+        if texts is not None:
+            groups = batch[self.gar.group_column]
+            return torch.bincount(texts[counted & (texts >= 0)], minlength=len(groups))
         return counted.flatten(1).sum(1) if counted.dim() > 1 else counted.long()
 
     def item_weight(self, items: int, num_items_in_batch: Tensor | int | None) -> float | Tensor:
@@ -373,11 +417,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_missing(self.model if model is None else model, resume_from_checkpoint)
+        if not self.is_fsdp_enabled:  # which has a file of its own, with all parameters by their names
+            load_missing(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        load_missing(self.model, self.state.best_model_checkpoint)
+        if not self.is_fsdp_enabled:
+            load_missing(self.model, self.state.best_model_checkpoint)
 
     # -------------------------------------------------------------------------- the update
 
@@ -409,18 +455,22 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     def _collect(self, update: _Update, observed: Observed, num_items_in_batch: Tensor | int | None) -> None:
         """Keep what one micro-batch brings to the update."""
         options, sites, number = self.gar, observed.sites, len(update.passes)
-        routings = [site.routing for site in sites]
+        texts, own = update.texts[number], update.own[number][0]
+        split = None if texts is None else Grouping(texts.flatten().cpu(), len(own))
+        routings = [by_text(site.routing, split) for site in sites]
         groups = update.cut(self._group_size(update, routings))
         weight = self.item_weight(sum(update.own[number][1]), num_items_in_batch)
         items = torch.tensor(groups.items, device=getattr(weight, "device", None))
         items = items.to(torch.float32 if items.device.type == "mps" else torch.float64)
         members, weights = update.members[number], items * weight * self._scale()
+        spread = members if texts is None else _of_tokens(members, texts)
         update.passes.append({place: sites[place] for place in self._chosen})
+        update.splits.append(split)
         for place in self._chosen:
             site, routing = sites[place], routings[place]
             layer = update.layers.setdefault(place, self._empty(groups.count, routing))
             if layer.rows is not None and groups.count:
-                layer.rows.add(site, members.to(site.device), weights)
+                layer.rows.add(site, spread.to(site.device), weights)
             gates, soft = self._sums(routing, members, groups.count)
             layer.gates += gates
             layer.soft += soft
@@ -430,7 +480,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                 for earlier in update.passes:
                     earlier[place].forget_factors()
         if options.statistics != "off":
-            self._count_selections(update.own[number][0], routings)
+            self._count_selections(own, routings)
 
     def _empty(self, groups: int, routing: Routing) -> _Layer:
         options, experts = self.gar, routing.gates.shape[-1]
@@ -498,7 +548,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                 self._add_gradients(update, place, [self._scale() * grad for grad in inner], found)
         sum_tensors(list(found.values()), ranks)
         for parameter, grad in found.items():
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            own = placed(grad, parameter)
+            parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
         if options.aligns and groups.count <= (self._ratio or 0):
             self._warn_of_saturation(groups.count)
         if watched is not None:
@@ -520,12 +571,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         return global_gram(slices, Layout(tuple(update.present), count), ranks)
 
     def _objective(self, shares: Tensor, gram: Tensor, groups: Groups) -> Tensor:
-        options, gram = self.gar, self._scaled(gram, groups)
+        options = self.gar
         return alignment_loss(
             shares,
-            gram=gram if options.self_pairs else gram - gram.diagonal().diag_embed(),
+            gram=self._scaled(gram, groups),
             normalize=options.objective == "load_normalized",
             entropy_weight=options.entropy_weight,
+            self_pairs=options.self_pairs,
         )
 
     def _strength(self) -> float:
@@ -537,12 +589,12 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         """The Gram matrix of the rows as ``gradients`` asks for them; a zero row stays one."""
         if self.gar.gradients == "raw":
             return gram
-        square = gram.diagonal()
+        length = gram.diagonal().sqrt()
         if self.gar.gradients == "label_scale":
-            _, own = torch.tensor(groups.labels).unique(return_inverse=True)
-            own = own.to(square.device)
-            square = Grouping(own).mean(square)[own]
-        length = square.sqrt().to(gram.dtype)
+            labels, own = torch.tensor(groups.labels).unique(return_inverse=True)
+            length = common_length(length, own.to(length.device), len(labels))
+        if self.gar.gradients == "relative":
+            length = gram.trace().sqrt().expand_as(length)
         length = torch.where(length > 0, length, torch.ones_like(length))
         return gram / length / length.unsqueeze(1)
 
@@ -551,16 +603,21 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """Bring the gradient at the sums of a layer's gates into its router, one micro-batch at a time."""
         assert update.groups is not None
-        for sites, members in zip(update.passes, update.members, strict=True):
-            site = sites[place]
-            parameters = [p for p in site.router.parameters() if p.requires_grad]
-            sums = self._sums(site.detached_routing(), members, update.groups.count)
+        router = update.passes[0][place].router
+        whole = whole_parameters(router)
+        parameters = {name: p for name, p in router.named_parameters() if p.requires_grad}
+        leaves = [(whole or parameters)[name] for name in parameters]
+        for sites, split, members in zip(update.passes, update.splits, update.members, strict=True):
+            routing = by_text(sites[place].detached_routing(whole), split)
+            sums = self._sums(routing, members, update.groups.count)
             used = [(total, grad) for total, grad in zip(sums, inner, strict=True) if total.requires_grad]
             if not used:
                 continue
             outputs, grads = zip(*used, strict=True)
             for parameter, grad in zip(
-                parameters, torch.autograd.grad(outputs, parameters, grads, allow_unused=True), strict=True
+                parameters.values(),
+                torch.autograd.grad(outputs, leaves, grads, allow_unused=True),
+                strict=True,
             ):
                 if grad is not None:
                     found[parameter] = found[parameter] + grad if parameter in found else grad
@@ -595,6 +652,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if not statistics.adapters:
             return
         now = reached(adapter_parameters(self.model))
+        if self.is_fsdp_enabled:
+            now = set().union(*Ranks().collect(now))
         statistics.reached |= now
         if not now:
             self._warn_once(

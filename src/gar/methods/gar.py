@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from gar.methods.base import Method, MethodState
 from gar.methods.update import Update, over
-from gar.objective import accurate, alignment_loss, gram_matrix
+from gar.objective import alignment_loss, common_length
 
 #: The key in the saved state: updates made so far.
 UPDATES = "updates"
@@ -77,17 +76,13 @@ class GAR(Method):
 
     def loss(self, p: Tensor, rows: Tensor | None, gram: Tensor | None = None) -> Tensor:
         """The objective of one site from ``p_m`` [M, E] and observations [M, d] or their Gram matrix."""
-        if not self.self_pairs:
-            if gram is None:
-                assert rows is not None
-                gram = gram_matrix(accurate(rows))
-            gram = gram - gram.diagonal().diag_embed()
         return alignment_loss(
             p,
             rows if gram is None else None,
             gram=gram,
             normalize=self.objective == "load_normalized",
             entropy_weight=self.entropy_weight,
+            self_pairs=self.self_pairs,
         )
 
     def strength(self, update: Update) -> float | Tensor:
@@ -111,6 +106,4 @@ class GAR(Method):
         """What the observations are divided by, [M], from their lengths."""
         if self.gradients == "unit":
             return length
-        member = one_hot(update.tasks.to(length.device), update.task_count).to(length)
-        mean = (member.T @ length.square()) / member.sum(0).clamp(min=1)
-        return (member @ mean).sqrt()
+        return common_length(length, update.tasks.to(length.device), update.task_count)

@@ -10,7 +10,7 @@ that none has to be known. Nothing is imported from transformers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ from gar.observation._native_layout import (
 from gar.observation._native_lora import Adapter
 from gar.observation._native_order import Replaced, known, places, saves_elsewhere
 from gar.observation._record import Handle
-from gar.observation._site import SiteObservation, layer_of, summed_gates
+from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates
+from gar.precision import full_precision
 from gar.routing import Routing
 
 
@@ -44,6 +45,8 @@ class _Routed:
     keywords: dict[str, Any]
     device: str
     autocast: tuple[bool, torch.dtype]
+    #: What its parameters were in: FSDP may have cast them.
+    dtypes: dict[str, torch.dtype]
     #: Where index, weights and logits stand in its result; logits may be missing.
     places: tuple[int, int, int | None] | None = None
 
@@ -76,6 +79,8 @@ class NativeRecord:
     #: ``sum_k w_k h_k`` [T, F] and ``sum_k dpre_k`` [T, ...], where they were read.
     hidden: Tensor | None = None
     before: Tensor | None = None
+    #: Factors made during the backward, where weights are whole no longer.
+    made: dict[str, Factors] | None = None
     forwards: int = 0
     backwards: int = 0
     #: Whether the router is called by us.
@@ -110,7 +115,8 @@ class NativeRecord:
             arguments = tuple(map(_detached, args)), {k: _detached(v) for k, v in kwargs.items()}
             kind = next(t.device.type for t in result if isinstance(t, Tensor))
             state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            self.routed = _Routed(*arguments, kind, state)
+            dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+            self.routed = _Routed(*arguments, kind, state, dtypes)
             self.result = result
 
     def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -144,8 +150,9 @@ class NativeRecord:
         self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
         self._place_routing(index, weights)
         self.adapters = self.layer.adapters()
-        slots = [slot for slot in native_slots(module) if slot not in self.adapters]
-        self.effective = {slot: getattr(module, slot).detach() for slot in slots}
+        if not self.layer.sharded:  # their memory would be freed
+            slots = [slot for slot in native_slots(module) if slot not in self.adapters]
+            self.effective = {slot: getattr(module, slot).detach() for slot in slots}
         self.output = output
         # Below everything that is trained there is routing to see, and no gradient.
         if self.factors and output.requires_grad:
@@ -200,6 +207,21 @@ class NativeRecord:
         if not self.paused[0]:
             self.backwards += 1
             self.delta = grad.detach()
+            if self.layer.sharded and self.hidden is None:
+                self.made = self.recompute()
+
+    def recompute(self) -> dict[str, Factors]:
+        """The template's factors [T, ...] without what is read: the experts' forward and backward again."""
+        assert self.x is not None
+        assert self.index is not None
+        assert self.weights is not None
+        assert self.delta is not None
+        experts, weight = self.layer.experts, dict(self.effective)
+        for slot in native_slots(experts):
+            if slot not in weight:  # adapters': parametrised only as long as the forward, which is over
+                weight[slot] = getattr(experts, slot).detach()
+        with full_precision(self.delta.device):
+            return recomputed(experts, weight, self.adapters, self.x, self.index, self.weights, self.delta)
 
     def require_forward(self) -> None:
         if self.forwards > 1:
@@ -234,7 +256,7 @@ class NativeRecord:
         return self.hidden is not None
 
     def forget_factors(self) -> None:
-        self.delta = self.hidden = self.before = None
+        self.delta = self.hidden = self.before = self.made = None
         self.effective = {}
 
 
@@ -270,7 +292,7 @@ class NativeSiteObservation(SiteObservation):
     def router(self) -> nn.Module:
         return self._seen.router
 
-    def detached_routing(self) -> Routing:
+    def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
         """The same from the router called again on its DETACHED input: differentiable in the router only."""
         seen = self._seen
         seen.require_forward()
@@ -292,7 +314,9 @@ class NativeSiteObservation(SiteObservation):
         try:
             # Rounded as before, so that it selects the same experts.
             with torch.enable_grad(), torch.autocast(seen.routed.device, dtype, enabled, cache_enabled=False):
-                result = seen.router(*seen.routed.arguments, **seen.routed.keywords)
+                result = call_with(
+                    seen.router, parameters, seen.routed.arguments, seen.routed.keywords, seen.routed.dtypes
+                )
         finally:
             seen.again = False
         logits = None if places[2] is None else result[places[2]]
@@ -341,7 +365,8 @@ class NativeSiteObservation(SiteObservation):
         seen = self._seen
         adapters = seen.layer.adapters() if seen.x is None else seen.adapters
         found = template_parameters(seen.layer.experts, adapters)
-        return {slot: own(parameter.to("meta")).shape for slot, (parameter, own) in found.items()}
+        empty = partial(torch.empty, device="meta")  # of whole parameters, sharded ones too
+        return {slot: own(empty(parameter.shape)).shape for slot, (parameter, own) in found.items()}
 
     def pending(self) -> None:
         """Routers of transformers are never observed apart."""
@@ -359,7 +384,8 @@ class NativeSiteObservation(SiteObservation):
 
     def captures(self) -> list[Tensor]:
         seen = self._seen
-        kept = (seen.x, seen.delta, seen.hidden, seen.before)
+        made = () if seen.made is None else (side for pair in seen.made.values() for side in pair)
+        kept = (seen.x, seen.delta, seen.hidden, seen.before, *made)
         return [tensor for tensor in kept if tensor is not None]
 
     def release(self) -> None:
@@ -406,19 +432,13 @@ class NativeSiteObservation(SiteObservation):
     def _factors(self) -> dict[str, Factors]:
         seen = self._seen
         seen.require_backward()
-        assert seen.x is not None
-        assert seen.index is not None
-        assert seen.weights is not None
-        assert seen.delta is not None
         if seen.hidden is not None and seen.before is not None:
+            assert seen.x is not None
+            assert seen.weights is not None
+            assert seen.delta is not None
             arguments = seen.x, seen.weights, seen.hidden, seen.before, seen.delta
             return self._shaped(read(seen.layer.experts, *arguments))
-        experts, weight = seen.layer.experts, dict(seen.effective)
-        for slot in seen.adapters:  # parametrised only as long as the forward, which is over
-            weight[slot] = getattr(experts, slot).detach()
-        with self.full_precision():
-            found = recomputed(experts, weight, seen.adapters, seen.x, seen.index, seen.weights, seen.delta)
-        return self._shaped(found)
+        return self._shaped(seen.recompute() if seen.made is None else seen.made)
 
     def _shaped(self, found: dict[str, Factors]) -> dict[str, Factors]:
         rows, _ = self._shape()

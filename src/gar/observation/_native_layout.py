@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,8 @@ class Layer:
     experts: Any
     block: nn.Module
     wrappers: tuple[nn.Module, ...] = ()
+    #: FSDP shards it: weights are whole during its forward and its backward alone.
+    sharded: bool = False
 
     @property
     def kind(self) -> str:
@@ -96,7 +99,7 @@ def native_banks(module: nn.Module) -> dict[nn.Module, Layer]:
             continue  # what an adapter keeps beside: originals, copies to train
         experts, wrappers = _unwrapped(inner)
         if is_native(experts):
-            layer = Layer(name, inner, experts, parent or inner, wrappers)
+            layer = Layer(name, inner, experts, parent or inner, wrappers, _is_sharded(inside, name))
             refuse(layer)
             found[inner] = layer
         elif _is_foreign(name, inner):
@@ -105,6 +108,16 @@ def native_banks(module: nn.Module) -> dict[nn.Module, Layer]:
                 f"{SUPPORTED}"
             )
     return found
+
+
+def _is_sharded(inside: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether ``fully_shard`` was applied to the module at a path, or to one around it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for those who have none
+    if fsdp is None:
+        return False
+    parts = name.split(".")
+    paths = ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    return any(isinstance(inside.get(path), fsdp.FSDPModule) for path in paths)
 
 
 def refuse(layer: Layer) -> None:

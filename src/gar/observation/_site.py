@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +55,15 @@ class SiteObservation:
         router: nn.Module = self.bank.router
         return router
 
-    def detached_routing(self) -> Routing:
-        """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only."""
+    def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
+        """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only.
+
+        ``parameters`` stand for the router's own of these names, and are then what has the gradient.
+        """
         x, seen = self._record.require_forward()
-        if self._record.behind is not None:
+        if self._record.behind is not None and parameters is None:
             return self._record.behind
-        routing: Routing = self.bank.router(x, seen.mask)
+        routing: Routing = call_with(self.bank.router, parameters, (x, seen.mask))
         return routing
 
     def pending(self) -> tuple[Tensor, Tensor] | None:
@@ -233,6 +237,21 @@ def summed_gates(routing: Routing, groups: Tensor, count: int | None) -> tuple[T
         groups, gates = groups.flatten(), routing.gates.flatten(0, 1)
     grouping = Grouping(groups, count)
     return grouping.sum(gates), grouping.sizes
+
+
+def call_with(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor] | None,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Any:
+    """What a module returns, with other ``parameters`` if there are any, cast to the ``dtypes`` given."""
+    keywords = dict(keywords or {})
+    if parameters is None:
+        return module(*arguments, **keywords)
+    cast = {name: value.to((dtypes or {}).get(name, value.dtype)) for name, value in parameters.items()}
+    return torch.func.functional_call(module, cast, arguments, keywords)
 
 
 def _per_token(factors: Factors, units: int) -> Factors:

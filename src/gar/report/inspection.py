@@ -117,18 +117,19 @@ def measured(result: Result) -> list[str]:
 
 def layers_table(result: Result) -> Table:
     """A row a layer, and their means."""
-    rows = []
+    rows, one = [], len(result["groups"]) == 1
     for layer in result["layers"]:
         experts = f"{layer['experts']}, top {layer['top_k']:.3g}"
-        rows.append(_row(layer_title(layer), layer, experts, len(layer["dead"])))
+        rows.append(_row(layer_title(layer), layer, experts, len(layer["dead"]), one))
     dead = sum(len(layer["dead"]) for layer in result["layers"])
-    rows.append(_row("all", result["overall"], "", dead, group="all", strong=True))
+    rows.append(_row("all", result["overall"], "", dead, one, group="all", strong=True))
     notes = [CHANCE] if result["permutations"] else []
     titles = {heading: meaning for _, heading, meaning in COMPARED}
     return Table("layers", "Experts by layer", rows, notes, titles, strong=(0,))
 
 
-def _row(name: str, numbers: Result, experts: str, dead: int, **options: Any) -> Row:
+def _row(name: str, numbers: Result, experts: str, dead: int, one: bool, **options: Any) -> Row:
+    """``one``: with a single group nothing is told apart, and what compares groups has no value."""
     contents: dict[str, Any] = {
         "layer": name,
         "experts": experts,
@@ -139,10 +140,9 @@ def _row(name: str, numbers: Result, experts: str, dead: int, **options: Any) ->
         "entropy": Cell(f"{numbers['normalized_entropy']:.3f}", numbers["normalized_entropy"]),
     }
     for key, heading, _ in COMPARED:
-        contents[heading] = Cell(chance_text(numbers[key]), numbers[key]["value"])
-    purity = numbers["gradient_mass_purity"]
-    contents["gradient-mass purity"] = Cell(f"{purity:.3f}", purity)
-    contents["ARI"] = Cell(f"{numbers['ari']:.3f}", numbers["ari"])
+        contents[heading] = Cell("–") if one else Cell(chance_text(numbers[key]), numbers[key]["value"])
+    for key, heading in (("gradient_mass_purity", "gradient-mass purity"), ("ari", "ARI")):
+        contents[heading] = Cell("–") if one else Cell(f"{numbers[key]:.3f}", numbers[key])
     coherence = numbers["intra_expert_coherence"]
     contents["coherence in experts"] = Cell(f"{coherence:.3f}", coherence)
     return Row(contents, **options)

@@ -70,6 +70,7 @@ def train(
     begun = Start.of(model, mixture, config)
     with computing_threads(config.threads):
         _place(model, config, job)
+        _compare_data(begun, job)
         if out is None:
             return _fit(begun, config, None, hooks, job).to_dict()
         path = Path(out)
@@ -105,6 +106,7 @@ def train_from_config(
     with computing_threads(config.threads):
         begun = job.each(lambda: start(config, shared, probe))
         _place(begun.model, config, job)
+        _compare_data(begun, job)
         with _held(directory, config, resume, begun, job) as held:
             return _fit(begun, config, held, hooks, job).to_dict()
 
@@ -113,6 +115,19 @@ def _place(model: MultiTaskModel, config: Config, job: Job) -> None:
     device = job.each(lambda: resolve_device(device_of_rank(config.device, job)))
     model.to(device)
     job.use(device)
+
+
+def _compare_data(begun: Start, job: Job) -> None:
+    """Every rank reads the data itself; ranks with other examples would train on what nobody has."""
+    if job.count == 1:
+        return
+    first, *others = job.control.collect(begun.digests())
+    for rank, found in enumerate(others, 1):
+        differing = next((task for task in first if found.get(task) != first[task]), None)
+        if differing is not None:
+            raise UserError(
+                f"task {differing}: rank {rank} has other examples than rank 0; expected the same data on all"
+            )
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""The mixin on two ranks under FSDP2 (over gloo) is the mixin in one process on the same examples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.tiny import relative_error
+from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, added, training
+
+ROOT = Path(__file__).parent
+LIMIT = 300  # seconds for all of it
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two ranks saved: a function of the name and the rank."""
+    out = tmp_path_factory.mktemp("ranks")
+    script = ROOT / "support" / "trainer_fsdp.py"
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, out],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lambda name, rank: torch.load(out / f"{name}-{rank}.pt", weights_only=True)
+
+
+def compare(found: dict[str, Any], alone: Any) -> None:
+    """Weights, and what was logged, of a training on ranks and of one in a single process."""
+    for key, value in alone.model.state_dict().items():
+        assert relative_error(found["model"][key], value) < 1e-6, key
+    logs = [log for log in alone.state.log_history if "loss" in log]
+    for log, expected in zip(found["logs"], logs, strict=True):
+        for key in {"grad_norm", *(key for key in expected if "/" in key)}:
+            assert log[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_sharded_ranks_train_as_one_process(name: str, ranks: Any, tmp_path: Path) -> None:
+    """Parts of the models are float32, whatever the rest is. The norm that was clipped is the same, too."""
+    alone = training(tmp_path, name)
+    alone.train()
+    for rank in (0, 1):
+        compare(ranks(name, rank), alone)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_on_sharded_ranks(name: str, ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    alone = adapted(tmp_path, name)
+    alone.train()
+    for rank in (0, 1):
+        compare(ranks(name, rank), alone)
+
+
+def test_without_the_objective_a_sharded_training_is_the_plain_one_to_the_bit(ranks: Any) -> None:
+    ours, plain = (ranks(name, 0)["model"] for name in ("without the objective", "without gar"))
+    assert all(torch.equal(ours[key], value) for key, value in plain.items())
+
+
+def test_a_resumed_sharded_training_is_the_uninterrupted_one(ranks: Any) -> None:
+    resumed, uninterrupted = (ranks(name, 1)["model"] for name in ("resumed", "plain"))
+    assert all(torch.equal(resumed[key], value) for key, value in uninterrupted.items())
+
+
+def test_in_bfloat16_it_is_the_float32_gradient_up_to_bfloat16(ranks: Any, tmp_path: Path) -> None:
+    """FSDP casts weights, in the place of autocast; the router is called as the forward called it."""
+    exact = added(tmp_path)
+    for key, value in exact.items():
+        assert relative_error(ranks("bf16", 0)[key], value) < 0.1
+        assert torch.equal(ranks("bf16", 0)[key], ranks("bf16", 1)[key])
