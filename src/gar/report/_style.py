@@ -41,7 +41,18 @@ RC = {
 
 
 class Drawing(Figure):
-    """A matplotlib figure without pyplot that notebooks show by themselves."""
+    """A matplotlib figure without pyplot that notebooks show by themselves.
+
+    ``states`` has, by the gid of a heatmap's cells, their colours at each of ``updates``; the last one is
+    drawn, and a page leads over them with a slider.
+    """
+
+    updates: list[int]
+    states: dict[str, list[list[str]]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.updates, self.states = [], {}
 
     def _repr_svg_(self) -> str:
         return svg(self, "figure", "figure")
@@ -61,7 +72,7 @@ class Panels:
         self.columns = columns = max(1, min(columns, count + extra))
         rows = -(-(count + extra) // columns)
         with matplotlib.rc_context(RC):
-            self.figure = Drawing(figsize=(width * columns, height * rows), layout="constrained")
+            self.figure: Drawing = Drawing(figsize=(width * columns, height * rows), layout="constrained")
             self.figure.patch.set_alpha(0)
             grid = self.figure.subplots(rows, columns, squeeze=False, **options)
         self.axes: list[Axes] = list(grid.flat)[:count]
@@ -94,10 +105,12 @@ def dress(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def title(axes: Axes, text: str, below: str) -> None:
-    """What a panel shows, and what its x axis is."""
+def title(axes: Axes, text: str | Sequence[str], below: str) -> None:
+    """What a panel shows, in one or several lines, and what its x axis is."""
+    lines = [text] if isinstance(text, str) else text
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 38)]
     axes.set_xlabel(below, fontsize=8)
-    axes.set_title(plain("\n".join(textwrap.wrap(text, 38))), fontsize=9, color=INK, loc="left")
+    axes.set_title(plain("\n".join(wrapped)), fontsize=9, color=INK, loc="left")
 
 
 def plain(text: str) -> str:
