@@ -70,10 +70,10 @@ def loads(results: Results, setting: str | None = None, mixture: str | None = No
                   fontsize=7, color=INK)  # fmt: skip
         title(axes, f"{variant}, {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}", "expert, by load")
         axes.set_xticks(ranks)
+        axes.set_ylabel("share of load", fontsize=8)
+        axes.tick_params(labelleft=True)
         axes.grid(visible=False, axis="x")
     panels.axes[0].set_ylim(0, 1.08 * max(float(found.max()) for found in sorted_loads.values()))
-    for axes in panels.axes[:: panels.columns]:
-        axes.set_ylabel("share of load", fontsize=8)
     return panels.figure
 
 
@@ -243,8 +243,10 @@ def _key(axes: Axes) -> None:
     )
     axes.add_artist(first)
     shares = [(f"{100 * share:.0f} %", SHARE(share**0.5)) for share in (1.0, 0.5, 0.25, 0.1, 0.0)]
-    axes.legend(handles=patches(shares), title="share of the\nexpert’s gradient", loc="upper left",
-                bbox_to_anchor=(0.62, 1.0), **options)  # fmt: skip
+    second = axes.legend(handles=patches(shares), title="share of the\nexpert’s gradient", loc="upper left",
+                         bbox_to_anchor=(0.62, 1.0), **options)  # fmt: skip
+    for legend in (first, second):
+        legend.get_title().set_color(INK)
 
 
 def signed(value: float) -> str:

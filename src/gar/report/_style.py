@@ -15,13 +15,13 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gar.methods import REGISTRY
+from gar.report._svg import Sheet, sheet
 
 INK = "#1b1f24"
 OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
@@ -146,30 +146,16 @@ def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def svg(figure: Figure, ident: str, label: str) -> str:
-    """The figure as an ``<svg>`` element: text stays text, all ids start with ``ident``, nothing is external.
+    """The figure as an ``<svg>`` element on white; text stays text, nothing is external."""
+    return drawn(figure, ident, label).whole()
 
-    Artists with the gid ``series:<slugs>:…`` become groups with ``data-variant="<slugs>"``.
-    """
+
+def drawn(figure: Figure, ident: str, label: str) -> Sheet:
+    """The figure as SVG, for files and pages: text stays text, all ids start with ``ident``."""
     file = io.StringIO()
     silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({**RC, "svg.hashsalt": ident}), warnings.catch_warnings():
         # A glyph that the measuring font lacks is still there in the reader's font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(file, format="svg", metadata=silent, transparent=True)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="series:([^":]+)[^"]*"', r'<g class="series" data-variant="\1"', text)
-    text = re.sub(r'\bid="', f'id="{ident}-', text)
-    text = re.sub(r"url\(#", f"url(#{ident}-", text)
-    text = re.sub(r'href="#', f'href="#{ident}-', text)
-    text = re.sub(r"<defs>\s*<style.*?</defs>\s*", "", text, count=1, flags=re.DOTALL)
-    text = text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
-    head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">") + 1])
-    width = figure.get_figwidth() * 96
-    head = (
-        head[:-1]
-        + f' role="img" aria-label="{escape(label, {chr(34): "&quot;"})}" style="max-width:{width:.0f}px">'
-    )
-    return head + text[text.index(">") + 1 :]
+    return sheet(figure, file.getvalue(), ident, label)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
 from gar.errors import one_of
 from gar.evaluation.findings import BALANCED, INFORMATION
@@ -142,7 +144,7 @@ def paired_gains(
     shown, unit = METRICS[metric], "percentage points" if metric == "accuracy" else METRICS[metric].label
     pairs = list(dict.fromkeys(zip(table["a"], table["b"], strict=True)))
     scopes = list(dict.fromkeys(table["scope"]))
-    panels = Panels(len(scopes), 3, 3.7, 0.9 + 0.24 * len(pairs), sharey=True, sharex=True)
+    panels = Panels(len(scopes), 3, 3.6, 0.9 + 0.24 * len(pairs), sharey=True, sharex=True)
     look = looks(results, setting)
     for axes, scope in zip(panels.axes, scopes, strict=True):
         axes.axvline(0, color=INK, linewidth=0.8)
@@ -152,7 +154,7 @@ def paired_gains(
             _interval(axes, row, y, shown.scale, style)
         title(axes, scope, unit)
         _names(axes, [f"{a} − {b}" for a, b in pairs])
-        axes.tick_params(labelbottom=True)
+        axes.tick_params(labelbottom=True, labelleft=True)
     return panels.figure
 
 
@@ -185,7 +187,7 @@ def balance(results: Results, setting: str | None = None, scope: str | None = No
     color = ScalarMappable(
         Normalize(min(accuracies), max(max(accuracies), min(accuracies) + 0.01)), "viridis"
     )
-    panels = Panels(len(measures), 3, 3.9, 3.3, extra=1)
+    panels = Panels(len(measures), 3, 3.6, 3.3, extra=1)
     for axes, metric in zip(panels.axes, measures, strict=True):
         every = pd.concat(list(found.values()))
         low, high = every[metric.name].min(), every[metric.name].max()
@@ -252,7 +254,7 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
         raise NothingToDraw("no method has runs with more than one coefficient")
     look, lowest = looks(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
     zero = 10.0 ** (math.floor(math.log10(lowest)) - 1)
-    panels = Panels(len(OBJECTIVES), 4, 2.9, 2.7)
+    panels = Panels(len(OBJECTIVES), 5, 2.2, 2.6, extra=1)
     handles: dict[str, Any] = {}
     for axes, metric in zip(panels.axes, (METRICS[name] for name in OBJECTIVES.values()), strict=True):
 
@@ -289,7 +291,7 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
     if rows.empty:
         raise NothingToDraw("the results hold no timing")
     look = looks(results, setting)
-    panels = Panels(len(mixtures), 3, 3.7, 0.9 + 0.24 * len(variants), sharey=True)
+    panels = Panels(len(mixtures), 3, 3.6, 0.9 + 0.24 * len(variants), sharey=True)
     for axes, mixture in zip(panels.axes, mixtures, strict=True):
         inside = rows[rows["mixture"] == mixture]
         base = inside[inside["variant"].isin(results.references(setting))]["step_seconds"].mean()
@@ -305,6 +307,7 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
                               textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
         title(axes, mixture, "time per update, ms")
         _names(axes, variants)
+        axes.tick_params(labelleft=True)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)
     return panels.figure
@@ -354,10 +357,14 @@ def _losses(results: Results, setting: str, scope: Scope) -> tuple[int, dict[str
     longest = max((int(updates.max()) for updates, _ in curves.values() if len(updates)), default=1)
     width = -(-longest // WINDOWS)
     found: dict[str, pd.DataFrame] = {}
+
+    def ends(updates: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.minimum(-(-updates // width) * width, longest)
+
     for variant in results.variants(setting):
         here = rows[rows["variant"] == variant]
         parts = [
-            pd.DataFrame({"seed": seed, "update": -(-updates // width) * width, "loss": losses})
+            pd.DataFrame({"seed": seed, "update": ends(updates), "loss": losses})
             .groupby(["update", "seed"])
             .mean()
             for seed, (updates, losses) in zip(
