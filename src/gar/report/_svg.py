@@ -123,7 +123,7 @@ def _boxes(every: Sequence[Axes], width: float, height: float) -> dict[Axes, Box
     columns, rows = (sorted({place[kind] for place in at.values()}) for kind in (0, 1))
     # Left of an axes stand its numbers, right of it next to nothing; above it its title.
     lefts, tops = [0.0], [0.0]
-    lefts += [width * max(places[a].x1 for a in grid if at[a][0] < n) + 8 for n in columns[1:]]
+    lefts += [width * max(places[a].x1 for a in grid if at[a][0] < n) + 2 for n in columns[1:]]
     tops += [min((1 - places[a].y1) * height - _above(a) for a in grid if at[a][1] == n) for n in rows[1:]]
     rights, bottoms = [*lefts[1:], width], [*tops[1:], height]
     boxes = {}

@@ -187,7 +187,7 @@ def balance(results: Results, setting: str | None = None, scope: str | None = No
     color = ScalarMappable(
         Normalize(min(accuracies), max(max(accuracies), min(accuracies) + 0.01)), "viridis"
     )
-    panels = Panels(len(measures), 3, 3.6, 3.3, extra=1)
+    panels = Panels(len(measures), 3, 3.5, 3.3, extra=1)
     for axes, metric in zip(panels.axes, measures, strict=True):
         every = pd.concat(list(found.values()))
         low, high = every[metric.name].min(), every[metric.name].max()
