@@ -8,6 +8,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.collections import QuadMesh
@@ -272,6 +273,14 @@ def test_panels_hold_all_that_the_drawing_does(runs):
         assert '<rect width="100%" height="100%" fill="#ffffff"/>' in whole
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", page)]
         assert min(sizes) * 96 / 72 > 9  # units are points, and nothing is scaled
+
+
+def test_notebooks_and_files_are_on_white(tmp_path):
+    figure: Any = figures.load_heatmap(diagnosis([[0.5, 0.5]]))
+    assert 'fill="#ffffff"' in figure._repr_svg_()
+    figure.savefig(tmp_path / "x.png", dpi=20)
+    corner = matplotlib.image.imread(tmp_path / "x.png")[0, 0]
+    assert corner.tolist() == [1, 1, 1, 1]
 
 
 def test_what_is_no_grid_is_one_panel():

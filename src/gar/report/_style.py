@@ -73,7 +73,7 @@ class Panels:
         rows = -(-(count + extra) // columns)
         with matplotlib.rc_context(RC):
             self.figure: Drawing = Drawing(figsize=(width * columns, height * rows), layout="constrained")
-            self.figure.patch.set_alpha(0)
+            self.figure.patch.set_facecolor("white")  # dark ink reads in a dark notebook, too
             grid = self.figure.subplots(rows, columns, squeeze=False, **options)
         self.axes: list[Axes] = list(grid.flat)[:count]
         self.spare: list[Axes] = list(grid.flat)[count:]
