@@ -271,7 +271,7 @@ def test_panels_hold_all_that_the_drawing_does(runs):
         assert known <= used
         assert read(page).tags["svg"] == len(parts)
         assert '<rect width="100%" height="100%" fill="#ffffff"/>' in whole
-        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", page)]
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", page)]
         assert min(sizes) * 96 / 72 > 9  # units are points, and nothing is scaled
 
 
