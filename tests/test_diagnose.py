@@ -289,6 +289,8 @@ def test_json_and_files(trained: Path, capsys: pytest.CaptureFixture[str], tmp_p
     assert json.loads((tmp_path / "d/diagnostics.json").read_text()) == found
     assert (tmp_path / "d/heatmap.svg").read_text(encoding="utf-8").startswith("<svg")
     assert (tmp_path / "d/heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "d/conflict.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert (tmp_path / "d/conflict.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_mixture_keeps_the_training_groups(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import normalized_mutual_info_score
 
 from gar.evaluation import findings
-from gar.evaluation.findings import lowest_cosine
+from gar.evaluation.findings import conflicts, lowest_cosine
 from gar.metrics import Measured, shuffled_information, summarize
 
 
@@ -96,6 +96,13 @@ def test_no_conflict_and_what_is_passed_over() -> None:
     found = lowest_cosine(result(EVEN, silent)["routing"])
     assert found is not None
     assert (found.expert, round(found.cosine, 9)) == (1, 0.5)
+
+
+def test_every_expert_has_its_conflict_the_lowest_first() -> None:
+    found = conflicts(result(EVEN, gradients(0.5, -0.1, -0.4, 0.2))["routing"])
+    assert [(c.expert, round(c.cosine, 9)) for c in found] == [(2, -0.4), (1, -0.1), (3, 0.2), (0, 0.5)]
+    dead = conflicts(result([[50, 0, 25, 25]] * 2, gradients(0.5, -0.1, -0.4, 0.2))["routing"])
+    assert [c.expert for c in dead] == [2, 3, 0]
 
 
 def test_one_task_and_older_results() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from gar.metrics import (
     cancelled_by_expert,
     cancelled_energy,
+    expert_cosines,
     gradient_mass_floor,
     gradient_mass_purity,
+    gradient_mass_shares,
     inter_expert_similarity,
     intra_expert_coherence,
     live_gradient_mass_purity,
@@ -53,6 +55,33 @@ def slow_intra(gradients):
             for j in range(i + 1, tasks):
                 total += slow_cosine(gradients[i, e], gradients[j, e]) / math.comb(tasks, 2)
     return total / experts
+
+
+def test_expert_cosines_are_the_loops():
+    rng = np.random.default_rng(4)
+    gradients = rng.normal(size=(3, 4, 5)) * 10.0 ** rng.integers(-6, 6, (3, 4, 1))
+    gradients[1, 2] = 0
+    expected = [[[slow_cosine(a, b) for b in gradients[:, e]] for a in gradients[:, e]] for e in range(4)]
+    gram = np.einsum("ted,sed->ets", gradients, gradients)
+    np.testing.assert_allclose(expert_cosines(gradients), expected, atol=1e-12)
+    np.testing.assert_allclose(expert_cosines(gram=gram), expected, atol=1e-12)
+    order = [2, 0, 1]
+    np.testing.assert_allclose(
+        expert_cosines(gradients[order]), np.array(expected)[:, order][:, :, order], atol=1e-12
+    )
+    assert expert_cosines([[[2.0]]]).tolist() == [[[1.0]]]
+
+
+def test_mass_shares_are_the_loops():
+    norms = np.random.default_rng(5).uniform(0, 1, (3, 4))
+    norms[:, 1] = 0
+    shares = gradient_mass_shares(norms)
+    for t in range(3):
+        for e in range(4):
+            total = sum(norms[s][e] for s in range(3))
+            assert shares[t, e] == pytest.approx(norms[t][e] / total if total else 0.0)
+    assert gradient_mass_shares([[1e300], [3e300]]).tolist() == [[0.25], [0.75]]
+    assert gradient_mass_shares([[1e-13]]).tolist() == [[0.0]]
 
 
 def slow_inter(gradients):

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gar.metrics import describe_collapse, effective_experts, load_variance, routing_entropy, utilization
+from gar.metrics import (
+    describe_collapse,
+    effective_experts,
+    load_variance,
+    routing_entropy,
+    task_preference,
+    utilization,
+)
 
 
 def slow_load_variance(load):
@@ -179,3 +186,24 @@ def test_tensors_on_a_gpu():
 )
 def test_collapse_in_plain_words(load, words):
     assert describe_collapse(load) == words
+
+
+def test_task_preference_is_the_loops():
+    rng = np.random.default_rng(6)
+    by_task, weights = rng.dirichlet(np.ones(4), 3), rng.dirichlet(np.ones(3))
+    by_task[0] = [0.5, 0.5, 0.0, 0.0]
+    load = weights @ by_task
+    found = task_preference(by_task, load)
+    for t in range(3):
+        for e in range(4):
+            expected = math.log(by_task[t][e] / load[e]) / math.log(2) if by_task[t][e] else -math.inf
+            assert found[t, e] == pytest.approx(expected)
+    order = [3, 1, 0, 2]
+    np.testing.assert_allclose(task_preference(by_task[:, order], load[order]), found[:, order])
+
+
+def test_task_preference_where_nothing_can_be_preferred():
+    assert task_preference([[0.2, 0.8]], [0.2, 0.8]).tolist() == [[0.0, 0.0]]  # one task
+    assert task_preference([[1.0, 0.0], [0.0, 0.0]], [1.0, 0.0]).tolist() == [[0.0, 0.0]] * 2
+    with pytest.raises(ValueError, match="load must have the 2 experts of by_task, got 3"):
+        task_preference([[0.5, 0.5]], [0.2, 0.2, 0.6])

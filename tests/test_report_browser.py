@@ -70,7 +70,7 @@ def test_opens_without_console_messages(chromium, page):
     shown = read(dom)
     assert {"problems", "s1-endpoints", "s1-paired", "s1-times"} <= set(shown.tables)
     assert shown.tags["svg"] >= 6
-    assert shown.tags["input"] == 3  # a box a method
+    assert shown.tags["input"] == 3 + 1  # a box a method, and a slider
     assert methods(shown.tables["s1-endpoints"]) == ["Baseline", "CAGrad", "GAR"]
 
 
@@ -110,6 +110,50 @@ def test_sorting_by_click(chromium, page, tmp_path):
     assert messages == []
     assert methods(read(dom).tables["s1-endpoints"]) == ["CAGrad", "Baseline", "GAR"]
     assert 'aria-sort="ascending"' in dom
+
+
+def test_slider_shows_earlier_states(chromium, page, tmp_path):
+    """The keys of a range input are the browser's; what it shows is ours."""
+    dom, _ = chromium(page.as_uri(), "--dump-dom")
+    assert dom.count('type="range"') == 1
+    assert "update 2000 of 2000" in dom
+    move = """<script>
+      const slider = document.querySelector(".states input");
+      slider.value = "0";
+      slider.dispatchEvent(new Event("input"));
+    </script></body>"""
+    copy = tmp_path / "moved.html"
+    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", move), encoding="utf-8")
+    dom, messages = chromium(copy.as_uri(), "--dump-dom")
+    assert messages == []
+    assert 'aria-valuetext="update 500 of 2000"' in dom
+    group = re.search(r'<g[^>]*data-states="(\w+) [^"]*"[^>]*>(.*?)</g>', dom, re.DOTALL)
+    assert group is not None
+    fills = re.findall(r"fill: rgb\((\d+), (\d+), (\d+)\)", group[2])
+    assert "".join(f"{int(part):02x}" for fill in fills for part in fill) == group[1]
+
+
+def test_a_phone_scrolls_no_figure(chromium, page, tmp_path):
+    """In 400 pixels every figure fits, at its natural size."""
+    (tmp_path / "page.html").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    frame = tmp_path / "phone.html"
+    frame.write_text(
+        """<iframe src="page.html" style="width:400px;height:900px;border:0"></iframe><pre></pre><script>
+        document.querySelector("iframe").onload = (event) => {
+          const inside = event.target.contentDocument;
+          const widths = [...inside.querySelectorAll(".panels")].map((box) => {
+            const scale = [...box.querySelectorAll("svg")].map(
+              (svg) => svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * 72 / 96);
+            return `${box.scrollWidth <= box.clientWidth} ${Math.min(...scale).toFixed(1)}`;
+          });
+          document.querySelector("pre").textContent = widths.join("|");
+        };</script>""",
+        encoding="utf-8",
+    )
+    dom, _ = chromium(frame.as_uri(), "--dump-dom", "--allow-file-access-from-files")
+    told = re.search(r"<pre>(.*?)</pre>", dom)
+    assert told is not None
+    assert set(told[1].split("|")) == {"true 1.0"}
 
 
 def test_screenshots_light_and_dark(chromium, page, tmp_path):

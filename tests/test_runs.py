@@ -74,11 +74,14 @@ def test_the_files_of_a_run(world: Path, tmp_path: Path) -> None:
     assert names(out) == files | {"model"}
     assert json.loads((out / "result.json").read_text()) == result
     assert list(result) == [
-        *("schema", "method", "mixture", "seed", "updates", "examples", "accuracy", "routing", "timing")
+        *("schema", "method", "mixture", "seed", "updates", "examples", "majority"),
+        *("accuracy", "routing", "timing"),
     ]
     assert (result["schema"], result["method"], result["mixture"]) == (1, "gar", "tiny")
     assert (result["seed"], result["updates"]) == (0, 5)
     assert result["examples"] == {"mood": [21, 12], "nli": [11, 9]}
+    assert set(result["majority"]) == {"mood", "nli"}
+    assert all(0.3 < share < 1 for share in result["majority"].values())
     assert set(result["accuracy"]) == {"macro", "tasks", "extra"}
     assert set(result["routing"]) >= {
         *("load", "load_variance", "utilization", "gradient_mass_purity", "structure_purity", "nmi", "ari"),

@@ -37,6 +37,9 @@ def sections(tasks: Mapping[str, float], rng: np.random.Generator, experts: int 
     load = by_task.mean(0)
     counts = np.rint(1000 * by_task).astype(int)
     norms = rng.uniform(0.1, 1.0, (len(tasks), experts))
+    (own,) = rng.spawn(1)
+    directions = own.normal(size=(len(tasks), experts, 3))
+    gradients = directions * (norms / np.linalg.norm(directions, axis=-1))[..., None]
     return {
         "accuracy": {"macro": float(np.mean(list(tasks.values()))), "tasks": dict(tasks), "extra": {}},
         "routing": {
@@ -57,6 +60,7 @@ def sections(tasks: Mapping[str, float], rng: np.random.Generator, experts: int 
             "load_by_task": dict(zip(tasks, by_task.tolist(), strict=True)),
             "counts": dict(zip(tasks, counts.tolist(), strict=True)),
             "gradient_norms": dict(zip(tasks, norms.tolist(), strict=True)),
+            "gradient_grams": np.einsum("ted,sed->ets", gradients, gradients).tolist(),
         },
     }
 
@@ -109,6 +113,7 @@ def write_run(
             "mixture": mixture,
             "seed": seed,
             "updates": config.optimizer.updates,
+            "majority": dict.fromkeys(shares, 0.5),
         }
         timing = {"updates_per_second": 1 / seconds, "step_seconds_mean": seconds}
         result = {**header, **sections(shares, rng), "timing": timing}

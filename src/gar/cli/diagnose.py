@@ -42,7 +42,7 @@ def diagnose(
     no_cache: NoCacheOption = False,
     output: FormatOption = Format.table,
     out: Annotated[
-        Path | None, typer.Option(help="Also write diagnostics.json and the heatmap (SVG, PNG) there.")
+        Path | None, typer.Option(help="Also write diagnostics.json and its figures (SVG, PNG) there.")
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Tokens (or labels) to keep for each expert.")] = TOP,
     minimum_count: Annotated[

@@ -18,7 +18,6 @@ from gar.data.task import Mixture
 from gar.evaluation.findings import findings
 from gar.evaluation.measure import evaluate
 from gar.features import Source, make_source
-from gar.metrics.gradient import MASS_FLOOR
 from gar.model import MultiTaskModel
 from gar.routing import Routing
 
@@ -239,7 +238,5 @@ def gradient_shares(norms: Mapping[str, Sequence[float]]) -> dict[str, list[floa
     >>> gradient_shares({"a": [3.0, 0.0], "b": [1.0, 0.0]})
     {'a': [0.75, 0.0], 'b': [0.25, 0.0]}
     """
-    table = np.array(list(norms.values()), float)
-    total = table.sum(0)
-    shares = np.where(total > MASS_FLOOR, table / np.where(total > 0, total, 1.0), 0.0)
+    shares = metrics.gradient_mass_shares(list(norms.values()))
     return dict(zip(norms, shares.tolist(), strict=True))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gar.metrics import METRICS, describe_collapse
+from gar.metrics import METRICS, describe_collapse, expert_cosines
 from gar.metrics.load import DEAD_SHARE
 
 #: Experts in effect, as a share, from which on the load counts as balanced.
@@ -83,20 +83,28 @@ def _information(routing: Mapping[str, Any]) -> float:
 
 
 def lowest_cosine(routing: Mapping[str, Any]) -> Conflict | None:
-    """The two tasks with the lowest gradient cosine within one expert; None where nothing tells.
+    """The two tasks with the lowest gradient cosine within one expert; None where nothing tells."""
+    return next(iter(conflicts(routing)), None)
 
-    Dead experts, and tasks without a gradient there, are passed over. Ties go to the first.
+
+def conflicts(routing: Mapping[str, Any]) -> list[Conflict]:
+    """The lowest gradient cosine between two tasks within each expert, the lowest first.
+
+    Dead experts, those with the gradient of fewer than two tasks, and tasks without a gradient there are
+    passed over. Ties go to the first. Empty where the Gram matrices are missing.
     """
     grams = np.asarray(routing.get("gradient_grams") or (), float)
     names = list(routing.get("load_by_task") or ())
-    if grams.ndim != 3 or len(names) != grams.shape[1]:
-        return None
-    found = [
-        Conflict(float(gram[i, j] / np.sqrt(gram[i, i] * gram[j, j])), e, names[i], names[j])
-        for e, gram in enumerate(grams)
-        if routing["load"][e] >= DEAD_SHARE / len(grams)
-        for i in range(len(names))
-        for j in range(i + 1, len(names))
-        if gram[i, i] > 0 and gram[j, j] > 0
-    ]
-    return min(found, key=lambda conflict: conflict.cosine, default=None)
+    if grams.ndim != 3 or not grams.shape[1] == grams.shape[2] == len(names):
+        return []
+    found = []
+    for e, cosines in enumerate(expert_cosines(gram=grams)):
+        pairs = [
+            (float(cosines[i, j]), e, names[i], names[j])
+            for i in range(len(names))
+            for j in range(i + 1, len(names))
+            if cosines[i, i] > 0 and cosines[j, j] > 0
+        ]
+        if pairs and routing["load"][e] >= DEAD_SHARE / len(grams):
+            found.append(Conflict(*min(pairs, key=lambda pair: pair[0])))
+    return sorted(found, key=lambda conflict: conflict.cosine)

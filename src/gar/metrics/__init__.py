@@ -19,8 +19,10 @@ from gar.metrics.catalogue import METRICS, OBJECTIVES, Measured, Metric, registe
 from gar.metrics.gradient import (
     cancelled_by_expert,
     cancelled_energy,
+    expert_cosines,
     gradient_mass_floor,
     gradient_mass_purity,
+    gradient_mass_shares,
     inter_expert_similarity,
     intra_expert_coherence,
     live_gradient_mass_purity,
@@ -30,7 +32,14 @@ from gar.metrics.gradient import (
     task_cosine,
     task_cosines,
 )
-from gar.metrics.load import describe_collapse, effective_experts, load_variance, routing_entropy, utilization
+from gar.metrics.load import (
+    describe_collapse,
+    effective_experts,
+    load_variance,
+    routing_entropy,
+    task_preference,
+    utilization,
+)
 from gar.metrics.prediction import Prediction, holm, predicts, rank_correlation
 from gar.metrics.statistics import (
     PairedDifference,
@@ -54,9 +63,11 @@ __all__ = [
     "cancelled_energy",
     "describe_collapse",
     "effective_experts",
+    "expert_cosines",
     "f1",
     "gradient_mass_floor",
     "gradient_mass_purity",
+    "gradient_mass_shares",
     "holm",
     "inter_expert_similarity",
     "intra_expert_coherence",
@@ -82,5 +93,6 @@ __all__ = [
     "task_conflict",
     "task_cosine",
     "task_cosines",
+    "task_preference",
     "utilization",
 ]

@@ -83,6 +83,22 @@ def purity_above_floor(norms: Values) -> float:
     return (live_gradient_mass_purity(norms) - floor) / (1 - floor) if 0 < floor < 1 else 0.0
 
 
+def gradient_mass_shares(norms: Values) -> Floats:
+    """Each task's share of the expert's gradient mass ``||g_te|| / sum_t' ||g_t'e||``; ``norms`` [T, E].
+
+    Columns sum to 1. Degenerate: an expert whose total is at most 1e-12 has zeros. Not in the paper, whose
+    purity is the mean of the columns' largest shares.
+
+    >>> gradient_mass_shares([[3.0, 0.0], [1.0, 0.0]]).tolist()
+    [[0.75, 0.0], [0.25, 0.0]]
+    """
+    mass = non_negative(norms, "norms", "T", "E")
+    with np.errstate(over="ignore"):
+        live = mass.sum(0) > MASS_FLOOR
+    scaled = mass / np.where(live, mass.max(0), 1.0)
+    return np.where(live, scaled / np.where(live, scaled.sum(0), 1.0), 0.0)
+
+
 def intra_expert_coherence(gradients: Values | None = None, *, gram: Values | None = None) -> float:
     """Expert mean of the mean cosine over all task pairs; ``gradients`` [T, E, d] or ``gram`` [E, T, T].
 
@@ -127,6 +143,24 @@ def inter_expert_similarity(gradients: Values | None = None, *, gram: Values | N
         block = _expert(host, e)
         means.append((block / (np.abs(block).max() or 1.0)).mean(0))
     return _pair_mean(_cosine_matrix(np.stack(means)))
+
+
+def expert_cosines(gradients: Values | None = None, *, gram: Values | None = None) -> Floats:
+    """Cosines [E, T, T] between the tasks' gradients within each expert.
+
+    ``gradients`` [T, E, d], or ``gram`` [E, T, T] as in :func:`intra_expert_coherence`, which is their mean
+    over experts and task pairs. Range: -1 to 1. Source: paper, "Gradient cosine diagnostics".
+
+    Degenerate: cosines with a zero gradient are 0, on the diagonal too.
+
+    >>> expert_cosines(gram=[[[4.0, -2.0], [-2.0, 4.0]], [[9.0, 0.0], [0.0, 0.0]]]).tolist()
+    [[[1.0, -0.5], [-0.5, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
+    """
+    if gram is not None:
+        _one_of(gradients)
+        return np.stack([_cosines_of_gram(block) for block in real(gram, "gram", "E", "T", "T")])
+    host = _probe(gradients)
+    return np.stack([_cosine_matrix(_expert(host, e)) for e in range(host.shape[1])])
 
 
 def task_cosines(gradients: Values | None = None, *, gram: Values | None = None) -> Floats:

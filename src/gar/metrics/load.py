@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from gar.metrics._arrays import Values, distributions
+from gar.metrics._arrays import Floats, Values, distributions
 
 COLLAPSE_SHARE = 0.9  # above it, one expert does the work
 DEAD_SHARE = 0.01  # below this part of the uniform share 1/E, an expert is dead
@@ -85,6 +85,25 @@ def routing_entropy(probabilities: Values, normalize: bool = False) -> float:
         return 0.0
     entropy = max(0.0, float(-(q * np.log(np.where(q > 0, q, 1.0))).sum(1).mean()))
     return entropy / math.log(experts) if normalize else entropy
+
+
+def task_preference(by_task: Values, load: Values) -> Floats:
+    """``log2 P(e|t) / P(e)`` [T, E]: how much more of a task goes to an expert than of all; 0: no more.
+
+    ``by_task`` [T, E] holds the tasks' loads, rows that sum to 1, ``load`` [E] that of all. Range: minus
+    infinity, where a task never goes to an expert, to ``log2 1/P(e)``. Not in the paper.
+
+    Degenerate: an expert without load, and a task of which nothing was routed, have 0.
+
+    >>> task_preference([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]], [0.25, 0.75, 0.0]).round(3).tolist()
+    [[1.0, -0.585, 0.0], [-inf, 0.415, 0.0]]
+    """
+    rows, whole = distributions(by_task, "by_task", "T", "E"), distributions(load, "load", "E")
+    if len(whole) != rows.shape[1]:
+        raise ValueError(f"load must have the {rows.shape[1]} experts of by_task, got {len(whole)}")
+    told = (whole > 0) & (rows.sum(1, keepdims=True) > 0)
+    with np.errstate(divide="ignore"):
+        return np.where(told, np.log2(rows) - np.log2(np.where(whole > 0, whole, 1.0)), 0.0)
 
 
 def describe_collapse(load: Values) -> str | None:

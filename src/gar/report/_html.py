@@ -11,6 +11,8 @@ from gar.report._page import Page, Picture
 from gar.report._style import adaptive, slug
 from gar.version import __version__
 
+SCRIPTS = ("report.js", "states.js")
+
 
 def html(page: Page) -> str:
     """Styles, script and figures are inside; everything from data is escaped by the template."""
@@ -28,9 +30,11 @@ def html(page: Page) -> str:
         page=page,
         version=__version__,
         style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
-        script=Markup(files.joinpath("report.js").read_text(encoding="utf-8")),
+        script=Markup("".join(files.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)),
     )
 
 
 def _drawing(picture: Picture) -> Markup:
-    return Markup(adaptive(picture.svg))  # matplotlib escapes the text in it
+    return Markup(
+        adaptive(picture.drawn.page() if picture.drawn else "")
+    )  # matplotlib escapes the text in it

@@ -16,6 +16,7 @@ from gar.report import _style as style
 from gar.report import _tables as tables
 from gar.report import figures
 from gar.report._opening import opening
+from gar.report._svg import Sheet
 from gar.report._table import Table
 from gar.report.results import Results
 
@@ -32,9 +33,14 @@ class Picture:
     absent: tuple[str, ...] = ("tex",)
 
     @cached_property
+    def drawn(self) -> Sheet | None:
+        """The drawing; none where there is no figure."""
+        return style.drawn(self.figure, self.name, self.caption) if self.figure else None
+
+    @property
     def svg(self) -> str:
-        """The drawing in ink; empty where there is none."""
-        return style.svg(self.figure, self.name, self.caption) if self.figure else ""
+        """The drawing in ink on white, for a file; empty where there is none."""
+        return self.drawn.whole() if self.drawn else ""
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,10 @@ def _blocks(
             ),
             *tables.seen(results, setting),
         ],
+        ("conflict", "Conflict between tasks"): [
+            picture(f"conflict-{number}", mixture, folded=number > 0)
+            for number, mixture in enumerate(results.mixtures(setting))
+        ],
         ("sweep", "Coefficient sweep"): [picture("sweep", widest)],
         ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
         ("configuration", "Configuration and versions"): [
@@ -189,8 +199,9 @@ PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
     ),
     "trajectories": (
         figures.trajectories,
-        "routing during training, means over seeds; bands: one standard error over seeds (none with one "
-        "seed).",
+        "training loss, accuracy and routing during training, means over seeds; bands: one standard error "
+        "over seeds (none with one seed). Strong lines: Baseline, and the most accurate GAR (without GAR, "
+        "the most accurate of the others). Dotted: always the most frequent label.",
     ),
     "loads": (
         figures.loads,
@@ -199,8 +210,19 @@ PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
     ),
     "heatmap": (
         figures.task_expert_heatmap,
-        "share of each task's load by expert, one seed; experts keep their numbers and are ordered by the "
-        "task that uses them most. The line in the colour bar is the uniform share.",
+        "which tasks an expert serves, and whose gradients it receives; one seed, since expert 3 of another "
+        "is another expert. Left: how much more of a task goes to an expert than of all examples (white: "
+        "no preference; colours end at a quarter and at four times; black: never, which is minus infinity). "
+        "Right: each task's share of the expert's gradient. Baseline, and the most accurate GAR (without "
+        "GAR, the most accurate of the others); experts keep their numbers and are ordered by the task that "
+        "prefers them most.",
+    ),
+    "conflict": (
+        figures.conflict,
+        "cosines between the tasks' gradients within one expert, of one seed; red: the tasks pull the expert "
+        "apart, blue: they agree. The methods of the heatmap side by side, and of each the four experts with "
+        "the lowest cosine, the lowest first; experts without load, or with one task's gradient alone, are "
+        "left out.",
     ),
     "balance": (
         figures.balance,

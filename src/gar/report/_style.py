@@ -15,13 +15,13 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gar.methods import REGISTRY
+from gar.report._svg import Sheet, sheet
 
 INK = "#1b1f24"
 OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
@@ -41,7 +41,18 @@ RC = {
 
 
 class Drawing(Figure):
-    """A matplotlib figure without pyplot that notebooks show by themselves."""
+    """A matplotlib figure without pyplot that notebooks show by themselves.
+
+    ``states`` has, by the gid of a heatmap's cells, their colours at each of ``updates``; the last one is
+    drawn, and a page leads over them with a slider.
+    """
+
+    updates: list[int]
+    states: dict[str, list[list[str]]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.updates, self.states = [], {}
 
     def _repr_svg_(self) -> str:
         return svg(self, "figure", "figure")
@@ -61,8 +72,8 @@ class Panels:
         self.columns = columns = max(1, min(columns, count + extra))
         rows = -(-(count + extra) // columns)
         with matplotlib.rc_context(RC):
-            self.figure = Drawing(figsize=(width * columns, height * rows), layout="constrained")
-            self.figure.patch.set_alpha(0)
+            self.figure: Drawing = Drawing(figsize=(width * columns, height * rows), layout="constrained")
+            self.figure.patch.set_facecolor("white")  # dark ink reads in a dark notebook, too
             grid = self.figure.subplots(rows, columns, squeeze=False, **options)
         self.axes: list[Axes] = list(grid.flat)[:count]
         self.spare: list[Axes] = list(grid.flat)[count:]
@@ -94,10 +105,12 @@ def dress(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def title(axes: Axes, text: str, below: str) -> None:
-    """What a panel shows, and what its x axis is."""
+def title(axes: Axes, text: str | Sequence[str], below: str) -> None:
+    """What a panel shows, in one or several lines, and what its x axis is."""
+    lines = [text] if isinstance(text, str) else text
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 38)]
     axes.set_xlabel(below, fontsize=8)
-    axes.set_title(plain("\n".join(textwrap.wrap(text, 38))), fontsize=9, color=INK, loc="left")
+    axes.set_title(plain("\n".join(wrapped)), fontsize=9, color=INK, loc="left")
 
 
 def plain(text: str) -> str:
@@ -133,30 +146,16 @@ def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def svg(figure: Figure, ident: str, label: str) -> str:
-    """The figure as an ``<svg>`` element: text stays text, all ids start with ``ident``, nothing is external.
+    """The figure as an ``<svg>`` element on white; text stays text, nothing is external."""
+    return drawn(figure, ident, label).whole()
 
-    Artists with the gid ``series:<slugs>:…`` become groups with ``data-variant="<slugs>"``.
-    """
+
+def drawn(figure: Figure, ident: str, label: str) -> Sheet:
+    """The figure as SVG, for files and pages: text stays text, all ids start with ``ident``."""
     file = io.StringIO()
     silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({**RC, "svg.hashsalt": ident}), warnings.catch_warnings():
         # A glyph that the measuring font lacks is still there in the reader's font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(file, format="svg", metadata=silent, transparent=True)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="series:([^":]+)[^"]*"', r'<g class="series" data-variant="\1"', text)
-    text = re.sub(r'\bid="', f'id="{ident}-', text)
-    text = re.sub(r"url\(#", f"url(#{ident}-", text)
-    text = re.sub(r'href="#', f'href="#{ident}-', text)
-    text = re.sub(r"<defs>\s*<style.*?</defs>\s*", "", text, count=1, flags=re.DOTALL)
-    text = text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
-    head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">") + 1])
-    width = figure.get_figwidth() * 96
-    head = (
-        head[:-1]
-        + f' role="img" aria-label="{escape(label, {chr(34): "&quot;"})}" style="max-width:{width:.0f}px">'
-    )
-    return head + text[text.index(">") + 1 :]
+    return sheet(figure, file.getvalue(), ident, label)

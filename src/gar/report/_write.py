@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gar.runs.files import write_text
 from gar.runs.names import DIAGNOSTICS
 from gar.runs.result import replace_json
 
-HEATMAP = "heatmap"
+HEATMAP, CONFLICT = "heatmap", "conflict"
 
 
 def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> dict[str, Path]:
@@ -55,15 +55,24 @@ def write_files(out: Path, contents: Mapping[str, str]) -> dict[str, Path]:
 
 
 def write_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> dict[str, Path]:
-    """diagnostics.json, heatmap.svg and heatmap.png in a directory; returns the files by name."""
+    """diagnostics.json and its figures as SVG and PNG, in a directory; returns the files by name.
+
+    ``heatmap`` is :func:`figures.load_heatmap`, ``conflict`` is :func:`figures.conflict_matrices` where there
+    are two tasks whose gradients meet in an expert.
+    """
     out = Path(out)
-    figure = figures.load_heatmap(diagnosis)
+    drawn = {HEATMAP: (figures.load_heatmap(diagnosis), "which tasks an expert serves")}
+    with suppress(figures.NothingToDraw):
+        drawn[CONFLICT] = (figures.conflict_matrices(diagnosis), "cosines between the tasks' gradients")
+    names = [DIAGNOSTICS]
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         replace_json(out / DIAGNOSTICS, dict(diagnosis))
-        write_text(out / f"{HEATMAP}.svg", svg(figure, HEATMAP, "load by task and expert") + "\n")
-        figure.savefig(out / f"{HEATMAP}.png", dpi=200, facecolor="white")
-    return {name: out / name for name in (DIAGNOSTICS, f"{HEATMAP}.svg", f"{HEATMAP}.png")}
+        for name, (figure, label) in drawn.items():
+            write_text(out / f"{name}.svg", svg(figure, name, label) + "\n")
+            figure.savefig(out / f"{name}.png", dpi=200)
+            names += [f"{name}.svg", f"{name}.png"]
+    return {name: out / name for name in names}
 
 
 @contextmanager

@@ -149,10 +149,12 @@ def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], wo
 
 def _experts(results: Results, setting: str, seed: int | None, methods: Sequence[str]) -> Picture:
     caption = (
-        f"Share of each task's load by expert, seed {seed}, the methods side by side. Which expert has which "
-        "number is chance and differs between seeds, so a mean over seeds would mean nothing: one seed is "
-        "shown. In every panel the experts are ordered by the task that uses them most, and keep their "
-        "numbers. The line in the colour bar is the uniform share."
+        f"Which tasks an expert serves, and whose gradients it receives, seed {seed}, a row a method. Which "
+        "expert has which number is chance and differs between seeds, so a mean over seeds would mean "
+        "nothing: one seed is shown. Left: how much more of a task goes to an expert than of all examples "
+        "(white: no preference; colours end at a quarter and at four times; black: never, which is minus "
+        "infinity). Right: each task's share of the expert's gradient. The experts are ordered by the task "
+        "that prefers them most, and keep their numbers."
     )
     found = {results.method(variant): variant for variant in results.variants(setting)}
     variants = [found[method] for method in methods if method in found]

@@ -10,7 +10,7 @@ raises :class:`NothingToDraw`, which says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,26 +18,49 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
-from gar.errors import UserError, one_of
+from gar.errors import one_of
 from gar.evaluation.findings import BALANCED, INFORMATION
 from gar.metrics import METRICS, OBJECTIVES, Metric
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
-from gar.report._style import INK, Panels, dress, plain, slug, styles, title
+from gar.report._choose import NothingToDraw, looks, scope_of, setting_of
+from gar.report._experts import (
+    conflict,
+    conflict_matrices,
+    heatmaps,
+    load_heatmap,
+    loads,
+    task_expert_heatmap,
+)
+from gar.report._style import INK, Panels, dress, plain, slug, title
 from gar.report._tables import factor
 from gar.report.results import Results, Scope
-from gar.runs.reading import Run
 
-#: Above, cells of a heatmap have no lines around them, and not every expert has its number.
-MANY = 24
+__all__ = [
+    "FIGURES",
+    "NothingToDraw",
+    "balance",
+    "coefficient_sweep",
+    "conflict",
+    "conflict_matrices",
+    "heatmaps",
+    "load_heatmap",
+    "loads",
+    "paired_gains",
+    "step_times",
+    "task_expert_heatmap",
+    "trajectories",
+]
 
 
-class NothingToDraw(UserError):
-    """The runs hold nothing for this figure; the message says why."""
+#: Points of a loss curve: so many windows of updates, each a mean.
+WINDOWS = 60
+LOSS = "loss"
 
 
 def trajectories(
@@ -45,138 +68,75 @@ def trajectories(
     setting: str | None = None,
     scope: str | None = None,
     metrics: Sequence[str] | None = None,
+    highlighted: Sequence[str] | None = None,
 ) -> Figure:
     """A panel a metric over training: means over seeds, and bands of one standard error of several seeds.
 
-    ``metrics`` are names of listed metrics (default: those of the catalogue that are drawn). Mixtures are
+    ``metrics`` are names of listed metrics, and ``loss``, the training loss, of which every point is the mean
+    of a window of updates (default: the loss, and those of the catalogue that are drawn). Mixtures are
     averaged within a seed first. Only updates at which every seed and mixture of a variant was evaluated are
-    drawn.
+    drawn. The ``highlighted`` variants (:meth:`Results.compared`) have strong lines; the dotted line is the
+    accuracy of always answering the most frequent label.
     """
     known = listed()
-    wanted = [name for name, metric in known.items() if metric.drawn] if metrics is None else list(metrics)
-    if unknown := [name for name in wanted if name not in known]:
-        raise one_of("metric", unknown[0], known)
-    setting, where = _where(results, setting, scope)
+    wanted = [LOSS, *(m.name for m in known.values() if m.drawn)] if metrics is None else list(metrics)
+    if unknown := [name for name in wanted if name not in (LOSS, *known)]:
+        raise one_of("metric", unknown[0], [LOSS, *known])
+    setting, where = scope_of(results, setting, scope)
+    strong = results.compared(setting) if highlighted is None else list(highlighted)
+    curves: dict[str, dict[str, pd.DataFrame]] = {}
+    width = 1
+    if LOSS in wanted:
+        width, curves[LOSS] = _losses(results, setting, where)
     lines = {v: _trajectory(results, setting, where, v) for v in results.variants(setting)}
-    if not any(len(line) > 1 for line in lines.values()):
+    if any(len(line) > 1 for line in lines.values()):
+        lines = {variant: line for variant, line in lines.items() if len(line)}
+        for name in wanted:
+            if name != LOSS and any(line[name].notna().any(axis=None) for line in lines.values()):
+                curves[name] = {v: METRICS[name].scale * line[name] for v, line in lines.items()}
+    shown = [name for name in wanted if curves.get(name)]
+    if not shown:
         raise NothingToDraw("no evaluations during training; runs with evaluation.every=200 have them")
-    lines = {variant: line for variant, line in lines.items() if len(line)}
-    measured = [name for name in wanted if any(line[name].notna().any(axis=None) for line in lines.values())]
-    look = _styles(results, setting)
-    panels = Panels(len(measured), 4, 2.75, 2.2, extra=1)
-    for axes, name in zip(panels.axes, measured, strict=True):
-        metric = METRICS[name]
-        for variant, line in lines.items():
-            values = metric.scale * line[name]
-            mean, error = values["mean"], values["sem"]
-            style = {**look[variant], "markersize": 3, "linewidth": 1.3}
-            (drawn,) = axes.plot(line.index, mean, **style)
+    look = {v: _weighted(style, v in strong) for v, style in looks(results, setting).items()}
+    panels = Panels(len(shown), 4, 2.75, 2.2, extra=1)
+    for axes, name in zip(panels.axes, shown, strict=True):
+        for variant, curve in curves[name].items():
+            style = {**look[variant], "markersize": 0 if name == LOSS else 3}
+            (drawn,) = axes.plot(curve.index, curve["mean"], **style)
             drawn.set_gid(f"series:{slug(variant)}:line")
-            if error.notna().all():
-                band = axes.fill_between(
-                    line.index, mean - error, mean + error, color=style["color"], alpha=0.15, lw=0
-                )
+            if curve["sem"].notna().all():
+                low, high = curve["mean"] - curve["sem"], curve["mean"] + curve["sem"]
+                color, alpha = style["color"], 0.18 if variant in strong else 0.06
+                band = axes.fill_between(curve.index, low, high, color=color, alpha=alpha, lw=0)
                 band.set_gid(f"series:{slug(variant)}:band")
-        title(axes, _heading(metric), "update")
-    _legend(panels, look, list(lines))
+        if name == "accuracy":
+            _majority(axes, results, setting, where)
+        means = f", means of {width} updates" if width > 1 else ""
+        title(axes, f"training loss{means}" if name == LOSS else _heading(METRICS[name]), "update")
+    _legend(panels, look, [v for v in look if any(v in curves[name] for name in shown)])
     return panels.figure
 
 
-def loads(results: Results, setting: str | None = None, mixture: str | None = None) -> Figure:
-    """Load of each expert, sorted within a run since experts of different seeds do not correspond."""
-    setting, mixture = _mixture(results, setting, mixture)
-    sorted_loads = {}
-    for variant, runs in _with(results, setting, mixture, "load").items():
-        sorted_loads[variant] = np.sort([run.result["routing"]["load"] for run in runs])[:, ::-1]
-    if not sorted_loads:
-        raise NothingToDraw("the results hold no loads")
-    look = _styles(results, setting)
-    panels = Panels(len(sorted_loads), 4, 2.75, 2.1, sharey=True)
-    for axes, (variant, found) in zip(panels.axes, sorted_loads.items(), strict=True):
-        seeds, experts = found.shape
-        ranks, uniform = np.arange(1, experts + 1), 1 / experts
-        axes.bar(ranks, found.mean(0), color=look[variant]["color"], alpha=0.55, width=0.75)
-        for load in found:
-            axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
-        axes.axhline(uniform, color=INK, linestyle="--", linewidth=1)
-        axes.text(0.99, uniform, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-                  fontsize=7, color=INK)  # fmt: skip
-        title(axes, f"{variant}, {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}", "expert, by load")
-        axes.set_xticks(ranks)
-        axes.grid(visible=False, axis="x")
-    panels.axes[0].set_ylim(0, 1.08 * max(float(found.max()) for found in sorted_loads.values()))
-    for axes in panels.axes[:: panels.columns]:
-        axes.set_ylabel("share of load", fontsize=8)
-    return panels.figure
+def _weighted(style: dict[str, Any], strong: bool) -> dict[str, Any]:
+    """The compared variants' lines lie above the others'."""
+    return {**style, "linewidth": 2.0, "zorder": 3} if strong else {**style, "linewidth": 0.9, "alpha": 0.6}
 
 
-def task_expert_heatmap(
-    results: Results,
-    setting: str | None = None,
-    mixture: str | None = None,
-    seed: int | None = None,
-    variants: Sequence[str] | None = None,
-) -> Figure:
-    """Load by task and expert of one seed (the first), since experts of different seeds do not correspond.
-
-    A panel for each of ``variants``, in their order (all).
-
-    Rows sum to 1. Experts are ordered by the task that uses them most and keep their numbers; colours turn at
-    the uniform share, which is the line in the colour bar.
-    """
-    setting, mixture = _mixture(results, setting, mixture)
-    tables = {}
-    found = _with(results, setting, mixture, "load_by_task")
-    for variant in found if variants is None else variants:
-        for run in [run for run in found.get(variant, []) if seed in (None, grouping.seed_of(run))][:1]:
-            tables[f"{variant}, seed {grouping.seed_of(run)}"] = run.result["routing"]["load_by_task"]
-    if not tables:
-        raise NothingToDraw("the results hold no loads by task")
-    return heatmaps(tables, columns=3)
-
-
-def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
-    """Load by task and expert of what :func:`gar.diagnose` returns (or a result.json), as one heatmap."""
-    name = str(diagnosis.get("mixture") or "load by task")
-    return heatmaps({name: diagnosis["routing"]["load_by_task"]}, columns=1)
-
-
-def heatmaps(
-    tables: Mapping[str, Mapping[str, Sequence[float]]], columns: int, row: str = "task", least: int = 0
-) -> Figure:
-    """One panel for each ``{title: {row: [E]}}`` with one colour scale, which turns at the uniform share.
-
-    There is room for ``least`` rows.
-    """
-    arrays = {name: np.asarray(list(by_task.values()), float) for name, by_task in tables.items()}
-    tasks, experts = next(iter(arrays.values())).shape
-    panels = Panels(len(tables), columns, 3.6, 0.9 + 0.24 * max(tasks, least))
-    few = experts <= MANY
-    uniform, top = 1 / experts, max(float(table.max()) for table in arrays.values())
-    norm = TwoSlopeNorm(uniform, 0, max(top, uniform * 1.01) if experts > 1 else 2)
-    for axes, (name, table) in zip(panels.axes, arrays.items(), strict=True):
-        order = np.lexsort((-table.max(0), table.argmax(0)))
-        lines = {"edgecolors": INK, "linewidth": 0.2} if few else {"rasterized": True}
-        axes.pcolormesh(table[:, order], cmap="PuOr_r", norm=norm, **lines)
-        axes.grid(visible=False)
-        places = np.arange(experts)[:: 1 if few else -(-experts // 12)]
-        axes.set_xticks(places + 0.5, [str(order[at]) for at in places])
-        axes.set_yticks(np.arange(tasks) + 0.5, [plain(str(task)) for task in tables[name]])
-        axes.invert_yaxis()
-        title(axes, name, "expert")
-    bar = panels.figure.colorbar(ScalarMappable(norm, "PuOr_r"), ax=panels.axes + panels.spare, fraction=0.03)
-    dress(bar.ax)
-    bar.ax.grid(visible=False)
-    bar.ax.axhline(uniform, color="black", linewidth=1.5)  # on white whatever the page is
-    bar.set_label(f"share of {row}'s load\n(line: uniform {uniform:.3f})", fontsize=8, color=INK)
-    return panels.figure
+def _majority(axes: Axes, results: Results, setting: str, scope: Scope) -> None:
+    """The line of always answering the most frequent label, where the runs tell."""
+    level = METRICS["accuracy"].scale * results.majority(setting, scope)
+    if math.isnan(level):
+        return
+    axes.axhline(level, color=INK, linestyle=":", linewidth=1).set_gid("majority")
+    axes.text(0.99, level, "majority class", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+              fontsize=7, color=INK)  # fmt: skip
 
 
 def paired_gains(
     results: Results, setting: str | None = None, metric: str = "accuracy", common_seeds: bool = False
 ) -> Figure:
     """Paired differences with 95 % t intervals, seeds as dots; one seed is a hollow mark, no interval."""
-    setting = _setting(results, setting)
+    setting = setting_of(results, setting)
     table = results.comparisons(metric, common_seeds)
     table = table[table["setting"] == setting]
     if table.empty:
@@ -184,8 +144,8 @@ def paired_gains(
     shown, unit = METRICS[metric], "percentage points" if metric == "accuracy" else METRICS[metric].label
     pairs = list(dict.fromkeys(zip(table["a"], table["b"], strict=True)))
     scopes = list(dict.fromkeys(table["scope"]))
-    panels = Panels(len(scopes), 3, 3.7, 0.9 + 0.24 * len(pairs), sharey=True, sharex=True)
-    look = _styles(results, setting)
+    panels = Panels(len(scopes), 3, 3.6, 0.9 + 0.24 * len(pairs), sharey=True, sharex=True)
+    look = looks(results, setting)
     for axes, scope in zip(panels.axes, scopes, strict=True):
         axes.axvline(0, color=INK, linewidth=0.8)
         for row in table[table["scope"] == scope].itertuples():
@@ -194,7 +154,7 @@ def paired_gains(
             _interval(axes, row, y, shown.scale, style)
         title(axes, scope, unit)
         _names(axes, [f"{a} − {b}" for a, b in pairs])
-        axes.tick_params(labelbottom=True)
+        axes.tick_params(labelbottom=True, labelleft=True)
     return panels.figure
 
 
@@ -212,7 +172,7 @@ def balance(results: Results, setting: str | None = None, scope: str | None = No
     An arrow leads along the coefficient where a method has several. The dashed lines are where ``gar
     diagnose`` begins to speak of balance and of specialisation.
     """
-    setting, where = _where(results, setting, scope)
+    setting, where = scope_of(results, setting, scope)
     across, measures = METRICS["effective_experts"], (METRICS["purity_above_floor"], METRICS["nmi"])
     names = ["accuracy", across.name, *(metric.name for metric in measures)]
     found = {
@@ -222,12 +182,12 @@ def balance(results: Results, setting: str | None = None, scope: str | None = No
     }
     if not found:
         raise NothingToDraw("the results hold no loads and gradient norms")
-    look, means = _styles(results, setting), {variant: table.mean() for variant, table in found.items()}
+    look, means = looks(results, setting), {variant: table.mean() for variant, table in found.items()}
     accuracies = [100 * mean["accuracy"] for mean in means.values()]
     color = ScalarMappable(
         Normalize(min(accuracies), max(max(accuracies), min(accuracies) + 0.01)), "viridis"
     )
-    panels = Panels(len(measures), 3, 3.9, 3.3, extra=1)
+    panels = Panels(len(measures), 3, 3.5, 3.3, extra=1)
     for axes, metric in zip(panels.axes, measures, strict=True):
         every = pd.concat(list(found.values()))
         low, high = every[metric.name].min(), every[metric.name].max()
@@ -288,13 +248,13 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
     A curve joins variants that differ in nothing else. Coefficient 0 stands apart at the left of the axis;
     Baseline is the dashed line.
     """
-    setting, where = _where(results, setting, scope)
+    setting, where = scope_of(results, setting, scope)
     curves = _curves(results, setting)
     if not curves:
         raise NothingToDraw("no method has runs with more than one coefficient")
-    look, lowest = _styles(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
+    look, lowest = looks(results, setting), min(c for curve in curves.values() for c in curve if c > 0)
     zero = 10.0 ** (math.floor(math.log10(lowest)) - 1)
-    panels = Panels(len(OBJECTIVES), 4, 2.9, 2.7)
+    panels = Panels(len(OBJECTIVES), 5, 2.2, 2.6, extra=1)
     handles: dict[str, Any] = {}
     for axes, metric in zip(panels.axes, (METRICS[name] for name in OBJECTIVES.values()), strict=True):
 
@@ -309,6 +269,8 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
             handles.setdefault(label, bars)
             for at, values in points.items():
                 axes.plot([at] * len(values), values, ".", color=style["color"], alpha=0.4, markersize=4)
+        if metric.name == "accuracy":
+            _majority(axes, results, setting, where)
         for base in results.references(setting):
             level = by_seed(base).mean()
             handles.setdefault(base, axes.axhline(level, color=INK, linestyle="--", linewidth=1))
@@ -323,13 +285,13 @@ def coefficient_sweep(results: Results, setting: str | None = None, scope: str |
 
 def step_times(results: Results, setting: str | None = None) -> Figure:
     """Mean time of an update in milliseconds, a dot a run; the number is the factor over Baseline's mean."""
-    setting = _setting(results, setting)
+    setting = setting_of(results, setting)
     mixtures, variants = results.mixtures(setting), results.variants(setting)
     rows = results.counted[results.counted["setting"] == setting].dropna(subset="step_seconds")
     if rows.empty:
         raise NothingToDraw("the results hold no timing")
-    look = _styles(results, setting)
-    panels = Panels(len(mixtures), 3, 3.7, 0.9 + 0.24 * len(variants), sharey=True)
+    look = looks(results, setting)
+    panels = Panels(len(mixtures), 3, 3.6, 0.9 + 0.24 * len(variants), sharey=True)
     for axes, mixture in zip(panels.axes, mixtures, strict=True):
         inside = rows[rows["mixture"] == mixture]
         base = inside[inside["variant"].isin(results.references(setting))]["step_seconds"].mean()
@@ -345,6 +307,7 @@ def step_times(results: Results, setting: str | None = None) -> Figure:
                               textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
         title(axes, mixture, "time per update, ms")
         _names(axes, variants)
+        axes.tick_params(labelleft=True)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)
     return panels.figure
@@ -380,6 +343,44 @@ def _trajectory(results: Results, setting: str, scope: Scope, variant: str) -> p
     counts = by_seed.groupby("update").size()
     kept = counts.index[counts == table["seed"].nunique()]
     return by_seed[by_seed.index.isin(kept, level="update")].groupby("update").agg(["mean", "sem"])
+
+
+def _losses(results: Results, setting: str, scope: Scope) -> tuple[int, dict[str, pd.DataFrame]]:
+    """Updates in a window; by variant mean and standard error over seeds of the training loss in each.
+
+    The index is the last update of a window. Mixtures are averaged within a seed first; windows that a seed
+    or a mixture of the variant lacks are left out, and so are runs without a history.
+    """
+    rows = results.counted[results.counted["setting"] == setting]
+    rows = rows[rows["mixture"].isin(scope.mixtures)]
+    curves = {run: run.losses for run in rows["run"]}
+    longest = max((int(updates.max()) for updates, _ in curves.values() if len(updates)), default=1)
+    width = -(-longest // WINDOWS)
+    found: dict[str, pd.DataFrame] = {}
+
+    def ends(updates: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.minimum(-(-updates // width) * width, longest)
+
+    for variant in results.variants(setting):
+        here = rows[rows["variant"] == variant]
+        parts = [
+            pd.DataFrame({"seed": seed, "update": ends(updates), "loss": losses})
+            .groupby(["update", "seed"])
+            .mean()
+            for seed, (updates, losses) in zip(
+                here["seed"], (curves[run] for run in here["run"]), strict=True
+            )
+        ]
+        if not parts:
+            continue
+        groups = pd.concat(parts)["loss"].groupby(["update", "seed"])
+        by_seed = groups.mean()[groups.size() == len(scope.mixtures)]
+        counts = by_seed.groupby("update").size()
+        kept = counts.index[counts == by_seed.index.get_level_values("seed").nunique()]
+        curve = by_seed[by_seed.index.isin(kept, level="update")].groupby("update").agg(["mean", "sem"])
+        if len(curve) > 1:
+            found[variant] = curve
+    return width, found
 
 
 def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
@@ -421,51 +422,20 @@ def _legend(
     panels.legend(handles, list(variants))
 
 
-def _styles(results: Results, setting: str) -> dict[str, dict[str, Any]]:
-    return styles([(variant, results.method(variant)) for variant in results.variants(setting)])
-
-
-def _with(results: Results, setting: str, mixture: str, key: str) -> dict[str, list[Run]]:
-    """By variant the runs, by seed, whose results have this under ``routing``."""
-    cells = {v: results.cell(setting, mixture, v).values() for v in results.variants(setting)}
-    having = {v: [run for run in runs if run.result["routing"].get(key)] for v, runs in cells.items()}
-    return {variant: runs for variant, runs in having.items() if runs}
-
-
-def _setting(results: Results, setting: str | None) -> str:
-    known = results.settings
-    if not known:
-        raise NothingToDraw("no finished runs")
-    if setting is None and len(known) > 1:
-        raise UserError(f"several settings; name one of {known}")
-    return _choice("setting", setting, known, known[0])
-
-
-def _mixture(results: Results, setting: str | None, mixture: str | None) -> tuple[str, str]:
-    """The named mixture, or the first."""
-    setting = _setting(results, setting)
-    known = results.mixtures(setting)
-    return setting, _choice("mixture", mixture, known, known[0])
-
-
-def _where(results: Results, setting: str | None, scope: str | None) -> tuple[str, Scope]:
-    """The named scope, or the widest: the mean over all mixtures."""
-    setting = _setting(results, setting)
-    scopes = {found.label: found for found in results.scopes(setting)}
-    return setting, scopes[_choice("scope", scope, scopes, list(scopes)[-1])]
-
-
-def _choice(what: str, name: str | None, known: Collection[str], default: str) -> str:
-    if name is not None and name not in known:
-        raise one_of(what, name, known)
-    return default if name is None else name
-
-
 def _heading(metric: Metric) -> str:
     """Label, unit, and which direction is the better one."""
     unit, better = metric.unit and f", {metric.unit}", metric.arrow and f" ({metric.arrow} better)"
     return f"{metric.label}{unit}{better}"
 
 
-_ALL = (balance, trajectories, loads, task_expert_heatmap, paired_gains, coefficient_sweep, step_times)
+_ALL = (
+    balance,
+    trajectories,
+    loads,
+    task_expert_heatmap,
+    conflict,
+    paired_gains,
+    coefficient_sweep,
+    step_times,
+)
 FIGURES: dict[str, Callable[..., Figure]] = {function.__name__: function for function in _ALL}

@@ -150,6 +150,31 @@ class Results:
         """The variants that others are compared with: Baseline's."""
         return self._called(setting, None, "reference")
 
+    def compared(self, setting: str) -> list[str]:
+        """The two variants that figures set side by side: Baseline, and the most accurate one of GAR.
+
+        Without GAR it is the most accurate of all others; accuracies are means in the widest scope. One that
+        has no runs is left out.
+        """
+        scope, bases = self.scopes(setting)[-1], self.references(setting)[:1]
+        others = [v for v in self.variants(setting) if v not in bases]
+        own = [v for v in self._called(setting, None, "proposed") if v not in bases] or others
+        means = {v: self.values("accuracy", setting, scope, v).mean() for v in own}
+        best = [max(own, key=lambda v: -math.inf if math.isnan(means[v]) else means[v])] if own else []
+        return bases + best
+
+    def majority(self, setting: str, scope: Scope) -> float:
+        """Accuracy of always answering a task's most frequent label, as the accuracy is averaged.
+
+        NaN where a mixture has no run that tells; results of versions before 0.2 do not.
+        """
+        told = {}
+        rows = self.counted[self.counted["setting"] == setting]
+        for mixture, run in zip(rows["mixture"], rows["run"], strict=True):
+            if shares := run.result.get("majority"):
+                told[mixture] = fmean(shares.values())
+        return fmean(told.get(mixture, math.nan) for mixture in scope.mixtures)
+
     def cell(self, setting: str, mixture: str, variant: str) -> dict[int, Run]:
         """The finished runs that count, by seed."""
         return dict(self._cells.get((setting, mixture, variant), {}))

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from gar.config import build
 from gar.errors import UserError, path_kind
@@ -18,6 +20,15 @@ from gar.runs.history import read_lines
 from gar.runs.names import CONFIG, DIAGNOSTICS, ENVIRONMENT, FAILURE, HISTORY, INSPECTION, RESULT
 from gar.runs.result import check_files, read_result
 from gar.runs.state import State, is_locked
+
+
+class _Course(NamedTuple):
+    """The last update, the loss of every update, and the evaluations of a history."""
+
+    last: int
+    updates: NDArray[np.int64]
+    losses: NDArray[np.float64]
+    points: list[tuple[int, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +42,29 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
     result: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
     def history(self) -> list[dict[str, Any]]:
-        """The complete lines of history.jsonl; a last line cut short is passed over."""
+        """The complete lines of history.jsonl, read anew; a last line cut short is passed over."""
         return read_lines(self.path / HISTORY)
+
+    @cached_property
+    def _course(self) -> _Course:
+        """What is kept of the history, whose lines take a hundred times the room."""
+        updates, losses, points, last = [], [], [], 0
+        for line in self.history:
+            last = max(last, line["update"])
+            loss = line.get("loss")
+            if isinstance(loss, int | float) and not isinstance(loss, bool):
+                updates.append(line["update"])
+                losses.append(loss)
+            if _is_sections(line.get("evaluation")):
+                points.append((line["update"], line["evaluation"]))
+        return _Course(last, np.array(updates, np.int64), np.array(losses, np.float64), points)
+
+    @property
+    def losses(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The updates of the history [U], and the mean of the tasks' training losses at each [U]."""
+        return self._course.updates, self._course.losses
 
     @cached_property
     def seen(self) -> list[list[dict[str, Any]]]:
@@ -48,16 +78,12 @@ class Run:
     @property
     def last_update(self) -> int:
         """The last update that the history knows."""
-        return max((line["update"] for line in self.history), default=0)
+        return self._course.last
 
     @property
     def evaluations(self) -> list[tuple[int, Mapping[str, Any]]]:
         """``(update, sections)`` at the trajectory checkpoints and, for a finished run, at the end."""
-        points = [
-            (line["update"], line["evaluation"])
-            for line in self.history
-            if _is_sections(line.get("evaluation"))
-        ]
+        points = list(self._course.points)
         if self.result:
             final = int(self.result.get("updates") or self.last_update)
             points = [(update, sections) for update, sections in points if update < final]

@@ -89,6 +89,7 @@ class RunResult(_Part):
     seed: int
     updates: int = 0
     examples: dict[str, tuple[int, int]] = {}
+    majority: dict[str, FiniteFloat] = {}
     accuracy: Accuracy
     routing: Annotated[dict[str, Any], AfterValidator(_numbers)]
     timing: Timing = Timing()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, explain
-from gar.data import Mixture, check_mixture
+from gar.data import Mixture, check_mixture, majority_shares
 from gar.data.registry import registry
 from gar.data.task import Task
 from gar.distributed import Job, device_of_rank
@@ -227,6 +227,7 @@ def _result(config: Config, mixture: Mixture, sections: dict[str, Any]) -> RunRe
             "seed": config.seed,
             "updates": sections["updates"],
             "examples": {task.name: (len(task.train), len(task.validation)) for task in mixture.tasks},
+            "majority": majority_shares(mixture),
             **{key: sections[key] for key in ("accuracy", "routing", "timing")},
         }
     )
