@@ -339,7 +339,7 @@ def test_a_comparison_from_its_files(tmp_path: Path, inline: list[str]) -> None:
         "", "majority class", "Baseline", "GAR", "GAR − Baseline", "SwitchAux", "SwitchAux − Baseline"
     ]  # fmt: skip
     assert len(page.tables["compare"]) == 1 + 3 + 7
-    assert "seed 0, the methods side by side" in page_text
+    assert "seed 0, a row a method" in page_text
     markdown = (out / "compare.md").read_text()
     for verdict in comparison.verdicts:
         assert verdict.text in page_text
