@@ -459,7 +459,7 @@ def test_failed_runs_are_named_and_the_rest_is_told(
     text = (tmp_path / "compare.html").read_text()
     assert "GAR: 2 of 3 runs failed; seed 0: Broken: no [luck] at all" in text
     assert "may flatter the method" in text
-    assert "seed 1, the methods side by side" in text  # the first that all have
+    assert "seed 1, a row a method" in text  # the first that all have
     inline.clear()
     assert quietly(tiny(updates=6), None, 3, tmp_path)[0].exit_code == 1  # failed ones stay
     assert inline == []
