@@ -13,12 +13,15 @@ import re
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from gar.methods import REGISTRY
@@ -132,6 +135,26 @@ def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     return chosen
 
 
+@contextmanager
+def _drawing(options: Mapping[str, Any]) -> Iterator[None]:
+    """The common style; without :meth:`Figure.savefig`, which lays out and draws everything twice."""
+    with matplotlib.rc_context({**RC, **options}), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is still there in the reader's font.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a page of PDF with its fonts inside, the same bytes each time; all else is vectors.
+
+    It keeps the layout that :func:`svg` gave it.
+    """
+    file = io.BytesIO()
+    with _drawing({"pdf.fonttype": 42}):
+        FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None, "Producer": None})
+    return file.getvalue()
+
+
 def svg(figure: Figure, ident: str, label: str) -> str:
     """The figure as an ``<svg>`` element: text stays text, all ids start with ``ident``, nothing is external.
 
@@ -139,10 +162,8 @@ def svg(figure: Figure, ident: str, label: str) -> str:
     """
     file = io.StringIO()
     silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({**RC, "svg.hashsalt": ident}), warnings.catch_warnings():
-        # A glyph that the measuring font lacks is still there in the reader's font.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(file, format="svg", metadata=silent, transparent=True)
+    with _drawing({"svg.hashsalt": ident}):
+        FigureCanvasSVG(figure).print_svg(file, metadata=silent)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)

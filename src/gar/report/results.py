@@ -63,6 +63,7 @@ class Results:
         self.runs = tuple(runs)
         self._names = grouping.name_runs(run for run in self.runs if run.config)
         self._by_seed: dict[tuple[str, Scope], dict[str, pd.DataFrame]] = {}
+        self._columns: dict[tuple[str, str, Scope, str], dict[int, float]] = {}
 
     def __repr__(self) -> str:
         return f"Results({self.summary})"
@@ -188,9 +189,14 @@ class Results:
         }
 
     def _task_counts(self, setting: str) -> dict[str, int]:
-        rows = self.counted[self.counted["setting"] == setting]
-        found = zip(rows["mixture"], rows["run"], strict=True)
-        return {mixture: len(run.result["accuracy"]["tasks"]) for mixture, run in found}
+        return self._all_task_counts.get(setting, {})
+
+    @cached_property
+    def _all_task_counts(self) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = {}
+        for setting, mixture, run in self.counted[["setting", "mixture", "run"]].itertuples(index=False):
+            counts.setdefault(setting, {})[mixture] = len(run.result["accuracy"]["tasks"])
+        return counts
 
     def label(self, run: Run) -> grouping.Names:
         """``(setting, mixture, variant)`` of a run, in any state; dashes where it is unreadable."""
@@ -238,9 +244,16 @@ class Results:
             raise UserError(f"unknown metric {metric!r}; expected one of {known}")
         return self.by_seed(setting, scope, variant)[metric].dropna()
 
+    def _column(self, metric: str, setting: str, scope: Scope, variant: str) -> dict[int, float]:
+        """:meth:`values` by seed; asked for thousands of times by the comparisons of one report."""
+        key = (metric, setting, scope, variant)
+        if key not in self._columns:
+            self._columns[key] = self.values(*key).to_dict()
+        return self._columns[key]
+
     def missing(self, metric: str, setting: str, scope: Scope, variant: str) -> str:
         """Which mixture and seed is absent although the variant has that seed elsewhere; empty if none is."""
-        if self.by_seed(setting, scope, variant)[metric].notna().all():
+        if len(self._column(metric, setting, scope, variant)) == len(self.by_seed(setting, scope, variant)):
             return ""
         rows = self.counted[(self.counted["setting"] == setting) & (self.counted["variant"] == variant)]
         table = rows.pivot(index="seed", columns="mixture", values=metric)
@@ -345,26 +358,26 @@ class Results:
     def _pair(
         self, metric: str, setting: str, scope: Scope, a: str, b: str, common_seeds: bool
     ) -> dict[str, Any] | None:
-        left, right = (self.values(metric, setting, scope, v) for v in (a, b))
+        left, right = (self._column(metric, setting, scope, v) for v in (a, b))
         gaps = {v: self.missing(metric, setting, scope, v) for v in (a, b)}
         for name, mine, other in ((a, left, right), (b, right, left)):
-            alone = other.index.difference(mine.index)
-            if len(mine) and len(alone) and not gaps[name]:
+            alone = sorted(other.keys() - mine.keys())
+            if mine and alone and not gaps[name]:
                 gaps[name] = f"{name} lacks {_seeds(alone)}"
         lacking = "; ".join(gap for gap in gaps.values() if gap)
-        if not (len(left) and len(right)) and not lacking:
+        if not (left and right) and not lacking:
             return None  # one of the two was never run here
-        differences = (left - right).dropna()
+        differences = {seed: left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())}
         note = ""
-        if (lacking and not common_seeds) or differences.empty:
-            note, differences = f"not compared: {lacking or 'no seed in common'}", differences[:0]
+        if (lacking and not common_seeds) or not differences:
+            note, differences = f"not compared: {lacking or 'no seed in common'}", {}
         elif lacking:
-            note = f"over {_seeds(differences.index)} only: {lacking}"
+            note = f"over {_seeds(differences)} only: {lacking}"
         if len(differences) == 1:
             note += "; " * bool(note) + "one seed: no interval"
-        mean, low, high = mean_interval(differences)
+        mean, low, high = mean_interval(differences.values())
         found = (setting, scope.label, scope.kind, "+".join(scope.mixtures), metric, a, b, len(differences))
-        return dict(zip(PAIRED_COLUMNS, (*found, mean, low, high, differences.to_dict(), note), strict=True))
+        return dict(zip(PAIRED_COLUMNS, (*found, mean, low, high, differences, note), strict=True))
 
     # -- what has to be said -----------------------------------------------------------------------------
 
@@ -416,11 +429,11 @@ def measured(sections: Mapping[str, Any]) -> dict[str, float]:
     return {metric.name: metric.read(sections) for metric in order}
 
 
-def mean_interval(values: pd.Series[float]) -> tuple[float, float, float]:
+def mean_interval(values: Iterable[float]) -> tuple[float, float, float]:
     """Mean, and its two-sided 95 % t interval; NaN where there is none."""
-    if values.empty:
+    if not (found := list(values)):
         return math.nan, math.nan, math.nan
-    mean, low, high = paired_difference(values.tolist(), [0.0] * len(values))
+    mean, low, high = paired_difference(found, [0.0] * len(found))
     return mean, math.nan if low is None else low, math.nan if high is None else high
 
 
