@@ -13,7 +13,7 @@ from gar.metrics import METRICS, holm
 from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report._tables import POINTS
 from gar.report.results import Results, Scope
-from gar.report.verdict import LEAST_SEEDS, Kind, Paired, judge, listing
+from gar.report.verdict import LEAST_SEEDS, Kind, Paired, counted, judge, listing
 from gar.runs import State
 
 #: Percentage points by which an earlier evaluation has to be better for a run to have peaked.
@@ -107,7 +107,7 @@ def _unusual(results: Results, setting: str) -> list[str]:
     """What a reader should know before trusting the rest."""
     said, runs = [], results.counted[results.counted["setting"] == setting]["run"]
     if dead := sum(results.label(run)[0] == setting for run, _ in results.collapses):
-        said.append(f"In {dead} of {_runs(len(runs))} experts are dead or one has nearly all the load.")
+        said.append(f"In {dead} of {counted(len(runs))} experts are dead or one has nearly all the load.")
     accuracy = METRICS["accuracy"]
     peaks = 0
     for run in runs:
@@ -115,16 +115,13 @@ def _unusual(results: Results, setting: str) -> list[str]:
         peaks += bool(earlier) and max(earlier) - accuracy.read(run.result) >= PEAK / 100
     if peaks:
         said.append(
-            f"{peaks} of {len(runs)} runs were better on the way than at the end, by {PEAK:g} point or more."
+            f"{counted(peaks)} of {len(runs)} did better on the way than at the end, by {PEAK:g} point or "
+            "more."
         )
     without = [run for run in results.members(setting) if run.state != State.FINISHED]
     if without:
-        said.append(f"{_runs(len(without))} of this setting without a result; see above.")
+        said.append(f"{counted(len(without))} of this setting without a result; see above.")
     return said
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 def table(results: Results, setting: str, endpoints: pd.DataFrame, compared: pd.DataFrame) -> Table:

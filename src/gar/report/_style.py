@@ -111,8 +111,8 @@ def plain(text: str) -> str:
 def slug(text: str) -> str:
     """A name as part of an id or attribute.
 
-    >>> slug("STGC+Load (coefficient=0.1)")
-    'stgc-load-coefficient-0-1'
+    >>> slug("STGC+Load λ=0.1")
+    'stgc-load-0-1'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 

@@ -57,7 +57,7 @@ def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
     if (frame["seeds"] == 1).any():
         notes.append("One seed says nothing about spread: rows with one seed have no std and no interval.")
     notes.append("Bold: highest mean accuracy of its mixture, which alone is no evidence of a difference.")
-    return Table("endpoints", "Endpoints: means over seeds", rows, notes, ENDPOINT_TITLES)
+    return Table("endpoints", "Endpoints: means over seeds", rows, notes, ENDPOINT_TITLES, folded=True)
 
 
 def further(setting: str, frame: pd.DataFrame) -> Table:
@@ -149,7 +149,7 @@ def paired(setting: str, frame: pd.DataFrame, metric: Metric) -> Table:
     }
     name, caption = f"paired-{metric.name}", f"Paired differences in {metric.label} over the same seeds"
     main = metric == ACCURACY
-    return Table("paired" if main else name, caption, rows, notes, titles, folded=not main)
+    return Table("paired" if main else name, caption, rows, notes, titles, folded=True)
 
 
 def times(results: Results, setting: str) -> Table:
@@ -176,7 +176,7 @@ def times(results: Results, setting: str) -> Table:
             }
             rows.append(Row(contents, (variant,), mixture))
     note = "Times are those of the training runs; runs that shared a machine slow each other down."
-    return Table("times", "Time per update: mean over runs", rows, [note])
+    return Table("times", "Time per update: mean over runs", rows, [note], folded=True)
 
 
 def configurations(results: Results, setting: str) -> Table:
@@ -200,7 +200,7 @@ def configurations(results: Results, setting: str) -> Table:
                     "preset": ", ".join(sorted({str(r.config.get("preset") or "–") for r in cell.values()})),
                 }
                 rows.append(Row(contents, (variant,), mixture))
-    return Table("configurations", "Configurations", rows, absent=("tex",))
+    return Table("configurations", "Configurations", rows, folded=True, absent=("tex",))
 
 
 def records(results: Results, setting: str) -> list[Table]:
@@ -213,8 +213,8 @@ def records(results: Results, setting: str) -> list[Table]:
     versions = list(map(Row, found.to_dict("records")))
     paths = [Row({"run": str(run.path)}) for run in runs]
     return [
-        Table("shared", "The same in every run", shared, folded=True, record=True, absent=("tex",)),
-        Table("versions", "Versions and devices", versions, folded=True, record=True, absent=("tex",)),
+        Table("shared", "The same in every run", shared, folded=True, absent=("tex",)),
+        Table("versions", "Versions and devices", versions, folded=True, absent=("tex",)),
         Table("directories", "Run directories", paths, folded=True, absent=("md", "tex")),
     ]
 

@@ -85,8 +85,8 @@ def markdown_page(page: Page) -> str:
     for section in page.sections:
         parts += [f"## {escape_markdown(section.title)}", ""]
         for block in section.blocks:
-            parts += [f"### {block.heading}", ""]
-            parts += map(_markdown, block.items_in("md"))
+            if items := block.items_in("md"):
+                parts += [f"### {block.heading}", "", *map(_markdown, items)]
     return "\n".join(parts).rstrip() + "\n"
 
 
