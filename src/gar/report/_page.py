@@ -15,6 +15,7 @@ from gar.report import _paper as paper
 from gar.report import _style as style
 from gar.report import _tables as tables
 from gar.report import figures
+from gar.report._latex import paper_tables
 from gar.report._marks import mark
 from gar.report._opening import opening
 from gar.report._table import Table
@@ -36,6 +37,11 @@ class Picture:
     def svg(self) -> str:
         """The drawing in ink; empty where there is none."""
         return style.svg(self.figure, self.name, self.caption) if self.figure else ""
+
+    @property
+    def pdf(self) -> bytes:
+        """The drawing on white, for papers; empty where there is none."""
+        return style.pdf(self.figure) if self.figure else b""
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ def _blocks(
     blocks: dict[tuple[str, str], list[Table | Picture | Said]] = {
         ("opening", "In short"): [Said(words), summary],
         ("endpoints", "Endpoints"): [
+            *paper_tables(results, setting, endpoints, compared),
             tables.endpoints(results, setting, endpoints),
             paper.endpoints(results, setting, [accuracy], "paper-endpoints", "accuracy"),
             paper.paired(results, setting, compared["accuracy"]),

@@ -22,9 +22,9 @@ from gar.presets import paper
 from gar.presets.catalogue import Preset
 from gar.presets.paper import Paired
 from gar.report import _grouping as grouping
+from gar.report._numbers import Numbers, Scope, mean_interval
 from gar.report._table import Row, Table, interval, shown
 from gar.report._tables import POINTS
-from gar.report.results import Results, Scope, mean_interval
 from gar.report.verdict import counted
 from gar.runs import Run
 
@@ -43,7 +43,7 @@ NOTE = (
 
 
 def endpoints(
-    results: Results, setting: str, metrics: Iterable[Metric], name: str, caption: str, folded: bool = False
+    results: Numbers, setting: str, metrics: Iterable[Metric], name: str, caption: str, folded: bool = False
 ) -> Table:
     """Our mean, the paper's, their difference, and whether the paper's lies in our interval."""
     rows = []
@@ -74,7 +74,7 @@ def endpoints(
     return Table(name, f"Beside the paper: {caption}", rows, notes, folded=folded)
 
 
-def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table:
+def paired(results: Numbers, setting: str, frame: pd.DataFrame) -> Table:
     """Our paired differences in accuracy beside the paper's."""
     scopes = {scope.label: scope for scope in results.scopes(setting)}
     rows = []
@@ -106,7 +106,7 @@ def _verdict(printed: float, low: float, high: float) -> str:
     return "inside our interval" if low <= printed <= high else "outside our interval"
 
 
-def _presets(results: Results, setting: str, scope: Scope, variant: str) -> list[Preset]:
+def _presets(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Preset]:
     """The paper preset behind each of the scope's mixtures, if all runs have one, of one setting."""
     found = []
     if any(map(_other_model, _runs(results, setting, scope, variant))):
@@ -141,11 +141,11 @@ def _subject(preset: Preset) -> str:
     return preset.subject.lower().replace("-", "")
 
 
-def _runs(results: Results, setting: str, scope: Scope, variant: str) -> list[Run]:
+def _runs(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Run]:
     return [run for m in scope.mixtures for run in results.cell(setting, m, variant).values()]
 
 
-def _changed(results: Results, setting: str, scope: Scope, variant: str) -> str:
+def _changed(results: Numbers, setting: str, scope: Scope, variant: str) -> str:
     """What a cell says first where runs are no reproduction."""
     changed = any(_differing(run) for run in _runs(results, setting, scope, variant))
     return "changed preset; " if changed else ""
@@ -173,7 +173,7 @@ def _other_model(run: Run) -> bool:
     return any(key in MODEL or key.startswith("experts.") for key in _differing(run))
 
 
-def refused(results: Results, setting: str) -> list[str]:
+def refused(results: Numbers, setting: str) -> list[str]:
     """The runs of paper presets that are not set beside the paper's values, and why, in a sentence each."""
     found: Counter[str] = Counter()
     for run in results.members(setting):
@@ -188,7 +188,7 @@ def refused(results: Results, setting: str) -> list[str]:
     ]
 
 
-def _deviations(results: Results, setting: str) -> list[str]:
+def _deviations(results: Numbers, setting: str) -> list[str]:
     """Runs that changed their preset reproduce nothing; which keys, and how many runs."""
     changed: Counter[str] = Counter()
     for run in results.members(setting):
