@@ -38,10 +38,10 @@ class Picture:
         """The drawing in ink; empty where there is none."""
         return style.svg(self.figure, self.name, self.caption) if self.figure else ""
 
-    @property
+    @cached_property
     def pdf(self) -> bytes:
-        """The drawing on white, for papers; empty where there is none."""
-        return style.pdf(self.figure) if self.figure else b""
+        """The drawing for papers; empty where there is none."""
+        return style.pdf(self.figure, laid_out=bool(self.svg)) if self.figure else b""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from gar.methods import REGISTRY
+from gar.report._svg import FONT, slim
 
 INK = "#1b1f24"
 OTHER = (("#8c8c8c", "*"), ("#8c8c8c", "h"), ("#8c8c8c", "p"))
@@ -144,12 +145,14 @@ def _drawing(options: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def pdf(figure: Figure) -> bytes:
+def pdf(figure: Figure, laid_out: bool = False) -> bytes:
     """The figure as a page of PDF with its fonts inside, the same bytes each time; all else is vectors.
 
-    It keeps the layout that :func:`svg` gave it.
+    ``laid_out`` says that :func:`svg` has arranged it, so that it need not be arranged again.
     """
     file = io.BytesIO()
+    if laid_out:
+        figure.set_layout_engine("none")
     with _drawing({"pdf.fonttype": 42}):
         FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None, "Producer": None})
     return file.getvalue()
@@ -173,11 +176,10 @@ def svg(figure: Figure, ident: str, label: str) -> str:
     text = re.sub(r"url\(#", f"url(#{ident}-", text)
     text = re.sub(r'href="#', f'href="#{ident}-', text)
     text = re.sub(r"<defs>\s*<style.*?</defs>\s*", "", text, count=1, flags=re.DOTALL)
-    text = text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
+    text = slim(text.replace("'DejaVu Sans'", FONT))
     head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">") + 1])
     width = figure.get_figwidth() * 96
-    head = (
-        head[:-1]
-        + f' role="img" aria-label="{escape(label, {chr(34): "&quot;"})}" style="max-width:{width:.0f}px">'
-    )
+    name = escape(label, {chr(34): "&quot;"})
+    look = f"max-width:{width:.0f}px; font-family: {FONT}"
+    head = f'{head[:-1]} role="img" aria-label="{name}" style="{look}">'
     return head + text[text.index(">") + 1 :]

@@ -12,6 +12,7 @@ import pandas as pd
 
 from gar.errors import UserError
 from gar.report import figures
+from gar.report._draw import draw
 from gar.report._html import html
 from gar.report._latex import PREAMBLE, latex
 from gar.report._page import Page, Picture, Said, build_page
@@ -36,6 +37,7 @@ def write(
     """
     out = Path(out_dir)
     page = build_page(results, common_seeds)
+    draw(page.pictures, pdf)
     contents = {
         "report.html": html(page),
         "report.md": markdown_page(page),
