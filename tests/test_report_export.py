@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from gar.cli.app import run as gar
 from gar.presets import catalogue as presets
-from gar.report import load, write
+from gar.report import _draw, load, write
 from gar.report._latex import latex
-from gar.report._page import build_page
+from gar.report._page import Picture, build_page
 from gar.report._table import Row, Table
 from support.made_up_runs import write_run, write_sweep
 from support.pages import read
@@ -199,3 +200,27 @@ def test_one_run_is_one_run(tmp_path: Path) -> None:
     assert "1 run differs from its preset in optimizer.updates." in text
     assert "changed preset; one seed" in text
     assert not re.search(r"\b1 (runs|seeds)\b", text)
+
+
+def picture(number: int, broken: bool = False) -> Picture:
+    figure = Figure()
+    figure.subplots().plot([0, number])
+    if broken:
+        figure.text(0, 0, "x").set_fontsize(float("nan"))
+    return Picture(f"p{number}", "a caption", figure)
+
+
+def test_two_processes_draw_what_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, both = ([picture(number) for number in range(7)] for _ in range(2))
+    monkeypatch.setattr(_draw, "_forks", lambda: False)
+    _draw.draw(alone, pdf=True)
+    monkeypatch.setattr(_draw, "_forks", lambda: True)
+    _draw.draw(both, pdf=True)
+    assert [vars(each)["svg"] for each in both] == [vars(each)["svg"] for each in alone]
+    assert [vars(each)["pdf"] for each in both] == [vars(each)["pdf"] for each in alone]
+
+
+def test_a_fault_of_the_other_process_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_draw, "_forks", lambda: True)
+    with pytest.raises(ValueError):
+        _draw.draw([picture(number, broken=number == 3) for number in range(7)])

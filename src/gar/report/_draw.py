@@ -18,8 +18,8 @@ LEAST = 6
 def draw(pictures: Sequence[Picture], pdf: bool = False) -> None:
     """Fill ``svg``, and ``pdf`` where wanted, of all pictures.
 
-    Half of them are drawn by a fork, which has all figures and nothing to import. Only a process of one thread
-    on Linux forks: in a notebook, or where another thread may hold a lock, this process draws all by itself.
+    Half of them are drawn by a fork, which has all figures and nothing to import. Only a process of one
+    thread on Linux forks: in a notebook, or where another thread may hold a lock, this process draws all.
     """
     kinds = ("svg", "pdf") if pdf else ("svg",)
     if len(pictures) >= LEAST and _forks():

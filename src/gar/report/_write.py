@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,8 +37,9 @@ def write(
     over the seeds that are there, and say so.
     """
     out = Path(out_dir)
-    page = build_page(results, common_seeds)
-    draw(page.pictures, pdf)
+    with _uncollected():
+        page = build_page(results, common_seeds)
+        draw(page.pictures, pdf)
     contents = {
         "report.html": html(page),
         "report.md": markdown_page(page),
@@ -73,6 +75,18 @@ def write_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> dict[str, 
         write_text(out / f"{HEATMAP}.svg", svg(figure, HEATMAP, "load by task and expert") + "\n")
         figure.savefig(out / f"{HEATMAP}.png", dpi=200, facecolor="white")
     return {name: out / name for name in (DIAGNOSTICS, f"{HEATMAP}.svg", f"{HEATMAP}.png")}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which goes through all of torch for every few figures."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
