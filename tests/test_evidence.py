@@ -196,9 +196,9 @@ def test_what_belongs_to_no_suite_or_was_repeated_is_said() -> None:
     # A cell is one configuration: the one with most runs stays.
     assert evidence.values("accuracy", *CELL, "baseline")[0] == float(lines[0]["accuracy"])
     text = page(evidence)[0]
-    assert "1 stored runs do not count" in text
+    assert "1 stored run does not count" in text
     assert "**5 runs differ from their suite" in text  # these have made-up digests
-    assert "1 stored runs belong to no packaged suite" in text
+    assert "1 stored run belongs to no packaged suite" in text
 
 
 def test_the_best_of_several_aggregators_is_said_to_be_picked() -> None:

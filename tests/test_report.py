@@ -105,7 +105,8 @@ def test_every_section_is_there(sweep):
     drawings = 4 + 3 * 2  # three a mixture; no coefficient sweep here
     assert text.count('<div class="panels"') == drawings
     assert page.tags["svg"] > drawings  # an element a panel
-    assert "Not drawn: no method has runs with more than one coefficient." in text
+    assert "Coefficient sweep: no method has runs with more than one coefficient." in text
+    assert "s1-head-sweep" not in text  # no heading for what is not there
     states = {row[0]: row[-1] for row in page.tables["problems"][1:]}
     assert set(states) == {"failed", "unfinished", "unreadable"}
     assert "update 31: the loss of task <b>rte</b> & co is nan" in states["failed"]

@@ -191,7 +191,7 @@ def test_only_finished_runs_define_settings_and_variants(tmp_path, state):
     labels = {run.path: results.label(run) for run in results.problems}
     assert labels[others[0]] == (setting, "six", "GAR")
     assert labels[others[1]].setting.endswith(", optimizer.updates=9")
-    assert labels[others[2]] == (setting, "six", "GAR (coefficient=0.5)")
+    assert labels[others[2]] == (setting, "six", "GAR λ=0.5")
 
 
 def test_unfinished_runs_alone_are_named_among_themselves(tmp_path):
@@ -221,9 +221,9 @@ def test_varied_coefficients_name_the_variants(tmp_path):
     write_run(tmp_path, "baseline", 1)
     results = load(tmp_path)
     (setting,) = results.settings
-    assert results.variants(setting) == ["Baseline", "GAR (coefficient=0.001)", "GAR (coefficient=0.01)"]
+    assert results.variants(setting) == ["Baseline", "GAR λ=0.001", "GAR λ=0.01"]
     assert len(results.paired("accuracy", "gar", "baseline")) == 2
-    assert len(results.paired("accuracy", "GAR (coefficient=0.01)", "baseline")) == 1
+    assert len(results.paired("accuracy", "GAR λ=0.01", "baseline")) == 1
 
 
 def test_coefficients_chosen_per_mixture_are_one_variant(tmp_path):

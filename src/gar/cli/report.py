@@ -30,10 +30,13 @@ def report(
         bool,
         typer.Option("--common-seeds", help="Compare the seeds that both sides have, and note it."),
     ] = False,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Write the figures as PDF too, for papers.", show_default=False)
+    ] = False,
 ) -> None:
     """Write report.html, report.md, tables.tex and CSV files of finished, running and failed runs."""
     results = reporting.load(runs)
-    written = reporting.write(results, out or default_out(runs), common_seeds)
+    written = reporting.write(results, out or default_out(runs), common_seeds, pdf)
     console = Console()
     _print(console, results, common_seeds)
     for name, path in written.items():

@@ -169,7 +169,7 @@ def collect_runs(
     """Keep a line of every finished run below directories, and the lines of other such files, in one file."""
     keep = Store(store_file)
     new = collect(sources, keep)
-    print(f"{store_file}: {len(keep.lines)} runs, {new} of them new")
+    print(f"{store_file}: {len(keep.lines)} run{'s' * (len(keep.lines) != 1)}, {new} of them new")
 
 
 @app.command("ls")

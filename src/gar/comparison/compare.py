@@ -27,7 +27,7 @@ from gar.methods import REFERENCE
 from gar.presets.catalogue import resolve_config
 from gar.report.comparison import Line, Words, compared_lines, write_comparison
 from gar.report.results import Results
-from gar.report.verdict import Verdict, judge, listing, number
+from gar.report.verdict import Verdict, counted, judge, listing, number
 from gar.runs import State, read_run, state_of
 from gar.runs.files import write_json
 from gar.runs.names import MODEL, RESULT
@@ -181,7 +181,7 @@ def _arms(
 def _announce(told: _Told, arms: Arms, jobs: int) -> None:
     seeds = f"{number(len(arms.seeds))} seed{'s' if len(arms.seeds) > 1 else ''}"
     names = listing(list(arms.labels.values()))
-    told(f"{names} on {arms.mixture}, {seeds}: {len(arms)} runs, {jobs} at a time")
+    told(f"{names} on {arms.mixture}, {seeds}: {counted(len(arms))}, {jobs} at a time")
     if len(arms.seeds) == 1:
         told("One seed cannot compare methods: differences of single runs come and go. --seeds 5 can.")
 
@@ -235,7 +235,7 @@ def _estimate(
     lengths = sorted(round(estimate.runs[method]) for method in set(todo))
     if lengths:
         span = f"{lengths[0]} s" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]} s"
-        parts.append(f"{len(todo)} runs of {span}")
+        parts.append(f"{counted(len(todo))} of {span}")
     told(f"estimate: about {duration(total)} ({'; '.join(parts)}; {how})")
     return estimate
 
@@ -398,7 +398,7 @@ def failure_lines(comparison: Comparison) -> list[str]:
         }
         if mine:
             seed, reason = next(iter(mine.items()))
-            found.append(f"{label}: {len(mine)} of {len(arms.seeds)} runs failed; seed {seed}: {reason}")
+            found.append(f"{label}: {len(mine)} of {counted(len(arms.seeds))} failed; seed {seed}: {reason}")
     return found
 
 

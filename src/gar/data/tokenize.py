@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from gar.data.task import Split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEPARATOR = "\n"
 CHUNK = 4096

@@ -11,7 +11,8 @@ when their configurations agree in all keys but
   so are runs on splits of different sizes;
 * where and how a run was made: all keys that are of the kinds place and bookkeeping (:mod:`gar.config`).
 
-*Variant*: a method, with its hyper-parameters in the name where one setting and mixture has it with several.
+*Variant*: a method, with its hyper-parameters in the name where one setting and mixture has it with several:
+``GAR λ=0.01``.
 
 Finished runs alone decide what differs; the others are placed among them.
 """
@@ -31,6 +32,8 @@ from gar.methods import REGISTRY
 from gar.runs import Run, State
 
 VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks"}
+#: Keys of a method in the name of a variant, which stands in narrow columns.
+SYMBOLS = {"coefficient": "λ", "load_coefficient": "λ_load", "learning_rate": "lr"}
 PER_MIXTURE = {"optimizer.clip", "optimizer.weight_decay", "optimizer.epochs"}
 
 
@@ -150,8 +153,8 @@ def _name_variants(
         setting, method, values = settings[run], method_of(run), hyperparameters(run)
         defining = _defining(cells[setting, method, mixtures[run]])
         keys = varied[setting, method] | _differing([values, *map(hyperparameters, defining)])
-        suffix = ", ".join(f"{key}={_short(values[key])}" for key in values if key in keys)
-        named[run] = method_label(method) + (f" ({suffix})" if suffix else "")
+        told = [f"{SYMBOLS.get(key, key)}={_short(values[key])}" for key in values if key in keys]
+        named[run] = " ".join([method_label(method), *told])
     return named
 
 

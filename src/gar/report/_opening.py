@@ -10,10 +10,10 @@ from scipy.stats import ttest_1samp
 
 from gar.evaluation.findings import BALANCED, INFORMATION
 from gar.metrics import METRICS, holm
+from gar.report._numbers import Numbers, Scope
 from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report._tables import POINTS
-from gar.report.results import Results, Scope
-from gar.report.verdict import LEAST_SEEDS, Kind, Paired, judge, listing
+from gar.report.verdict import LEAST_SEEDS, Kind, Paired, counted, judge, listing
 from gar.runs import State
 
 #: Percentage points by which an earlier evaluation has to be better for a run to have peaked.
@@ -22,7 +22,7 @@ PEAK = 1.0
 SHOWN = ("nmi", "purity_above_floor", "effective_experts")
 
 
-def sentences(results: Results, setting: str, compared: pd.DataFrame) -> list[str]:
+def sentences(results: Numbers, setting: str, compared: pd.DataFrame) -> list[str]:
     """What the setting's runs allow to say; ``compared`` are the paired differences in accuracy."""
     scope = results.scopes(setting)[-1]
     here = [
@@ -47,7 +47,7 @@ def _paired(row: Mapping[str, object]) -> Paired:
     return Paired(float(str(mean)), float(str(low)), float(str(high)), tuple(map(int, differences)))
 
 
-def _accuracy(pairs: Mapping[str, Paired], results: Results, setting: str) -> list[str]:
+def _accuracy(pairs: Mapping[str, Paired], results: Numbers, setting: str) -> list[str]:
     """Who is better or worse than Baseline, who is neither, and what is left after Holm's correction."""
     references = results.references(setting)
     if not references:
@@ -75,7 +75,7 @@ def _accuracy(pairs: Mapping[str, Paired], results: Results, setting: str) -> li
     return told
 
 
-def _chance(results: Results, setting: str, name: str, reference: str, found: Paired) -> float:
+def _chance(results: Numbers, setting: str, name: str, reference: str, found: Paired) -> float:
     """The p-value of the paired t-test behind an interval."""
     scope = results.scopes(setting)[-1]
     values = [results.values("accuracy", setting, scope, v) for v in (name, reference)]
@@ -83,7 +83,7 @@ def _chance(results: Results, setting: str, name: str, reference: str, found: Pa
     return float(ttest_1samp(differences, 0).pvalue)
 
 
-def _experts(results: Results, setting: str, scope: Scope) -> list[str]:
+def _experts(results: Numbers, setting: str, scope: Scope) -> list[str]:
     """How evenly the experts are used, and whether they belong to tasks."""
     kinds: dict[str, list[str]] = {}
     for variant in results.variants(setting):
@@ -103,11 +103,11 @@ def _experts(results: Results, setting: str, scope: Scope) -> list[str]:
     return [f"Experts are {'; '.join(f'{kind} under {listing(who)}' for kind, who in kinds.items())}."]
 
 
-def _unusual(results: Results, setting: str) -> list[str]:
+def _unusual(results: Numbers, setting: str) -> list[str]:
     """What a reader should know before trusting the rest."""
     said, runs = [], results.counted[results.counted["setting"] == setting]["run"]
     if dead := sum(results.label(run)[0] == setting for run, _ in results.collapses):
-        said.append(f"In {dead} of {_runs(len(runs))} experts are dead or one has nearly all the load.")
+        said.append(f"In {dead} of {counted(len(runs))} experts are dead or one has nearly all the load.")
     accuracy = METRICS["accuracy"]
     peaks = 0
     for run in runs:
@@ -115,19 +115,16 @@ def _unusual(results: Results, setting: str) -> list[str]:
         peaks += bool(earlier) and max(earlier) - accuracy.read(run.result) >= PEAK / 100
     if peaks:
         said.append(
-            f"{peaks} of {len(runs)} runs were better on the way than at the end, by {PEAK:g} point or more."
+            f"{counted(peaks)} of {len(runs)} did better on the way than at the end, by {PEAK:g} point or "
+            "more."
         )
     without = [run for run in results.members(setting) if run.state != State.FINISHED]
     if without:
-        said.append(f"{_runs(len(without))} of this setting without a result; see above.")
+        said.append(f"{counted(len(without))} of this setting without a result; see above.")
     return said
 
 
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
-
-
-def table(results: Results, setting: str, endpoints: pd.DataFrame, compared: pd.DataFrame) -> Table:
+def table(results: Numbers, setting: str, endpoints: pd.DataFrame, compared: pd.DataFrame) -> Table:
     """One line a method in the widest scope; bold is all that cannot be told from the most accurate."""
     scope = results.scopes(setting)[-1]
     here = endpoints[(endpoints["setting"] == setting) & (endpoints["scope"] == scope.label)]
@@ -164,7 +161,7 @@ def table(results: Results, setting: str, endpoints: pd.DataFrame, compared: pd.
     return Table("opening", f"In one table: {scope.label}", shown_rows, [note], strong=(0, 2))
 
 
-def _behind(results: Results, setting: str, scope: Scope, best: str, other: str) -> bool:
+def _behind(results: Numbers, setting: str, scope: Scope, best: str, other: str) -> bool:
     """Whether the interval of ``best - other`` lies above 0."""
     values = [results.values("accuracy", setting, scope, v) for v in (best, other)]
     found = (values[0] - values[1]).dropna()
@@ -175,7 +172,7 @@ def _behind(results: Results, setting: str, scope: Scope, best: str, other: str)
 
 
 def opening(
-    results: Results, setting: str, endpoints: pd.DataFrame, compared: pd.DataFrame
+    results: Numbers, setting: str, endpoints: pd.DataFrame, compared: pd.DataFrame
 ) -> tuple[Sequence[str], Table]:
     """The sentences and the table."""
     return sentences(results, setting, compared), table(results, setting, endpoints, compared)

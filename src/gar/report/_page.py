@@ -15,6 +15,8 @@ from gar.report import _paper as paper
 from gar.report import _style as style
 from gar.report import _tables as tables
 from gar.report import figures
+from gar.report._latex import paper_tables
+from gar.report._marks import mark
 from gar.report._opening import opening
 from gar.report._svg import Sheet
 from gar.report._table import Table
@@ -41,6 +43,11 @@ class Picture:
     def svg(self) -> str:
         """The drawing in ink on white, for a file; empty where there is none."""
         return self.drawn.whole() if self.drawn else ""
+
+    @cached_property
+    def pdf(self) -> bytes:
+        """The drawing for papers; empty where there is none."""
+        return style.pdf(self.figure, laid_out=bool(self.svg)) if self.figure else b""
 
 
 @dataclass(frozen=True)
@@ -141,17 +148,21 @@ def _blocks(
         seeds = {"common_seeds": common_seeds} if kind == "gains" else {}
         caption = ": ".join([*which, said])
         try:
-            return Picture(f"{ident}-{name}", caption, draw(results, setting, *which, **seeds), folded=folded)
+            figure = draw(results, setting, *which, **seeds)
         except figures.NothingToDraw as reason:
             return Picture(f"{ident}-{name}", caption, None, str(reason))
+        mark(figure, results.variants(setting))
+        return Picture(f"{ident}-{name}", caption, figure, folded=folded)
 
     words, summary = opening(results, setting, endpoints, compared["accuracy"])
     blocks: dict[tuple[str, str], list[Table | Picture | Said]] = {
         ("opening", "In short"): [Said(words), summary],
         ("endpoints", "Endpoints"): [
+            *paper_tables(results, setting, endpoints, compared),
             tables.endpoints(results, setting, endpoints),
             paper.endpoints(results, setting, [accuracy], "paper-endpoints", "accuracy"),
             paper.paired(results, setting, compared["accuracy"]),
+            Said(paper.refused(results, setting)),
             tables.further(setting, endpoints),
             paper.endpoints(results, setting, published, "paper-further", "routing metrics", folded=True),
             *tables.task_accuracies(results, setting),
@@ -181,14 +192,29 @@ def _blocks(
             *tables.records(results, setting),
         ],
     }
-    found = []
+    return arranged(ident, blocks)
+
+
+def arranged(prefix: str, blocks: Mapping[tuple[str, str], Sequence[Table | Picture | Said]]) -> list[Block]:
+    """Blocks by ``(key, heading)``, without those that hold nothing; why is said in one block at the end."""
+    found, absent = [], []
     for (key, heading), items in blocks.items():
-        shown = [item for item in items if not isinstance(item, Table) or item.rows]
+        shown = [item for item in items if isinstance(item, Picture) or _full(item)]
         for table in shown:
             if isinstance(table, Table):
-                table.name = f"{ident}-{table.name}"
-        found.append(Block(f"{ident}-head-{key}", heading, shown))
+                table.name = f"{prefix}-{table.name}"
+        pictures = [item for item in shown if isinstance(item, Picture) and item.figure is None]
+        if len(pictures) < len(shown):
+            found.append(Block(f"{prefix}-head-{key}", heading, shown))
+        else:
+            absent += [f"{heading}: {picture.reason}." for picture in pictures]
+    if absent:
+        found.append(Block(f"{prefix}-head-absent", "Not drawn", [Said(absent)]))
     return found
+
+
+def _full(item: Table | Said) -> bool:
+    return bool(item.rows if isinstance(item, Table) else item.lines)
 
 
 PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {

@@ -22,9 +22,11 @@ from gar.presets import paper
 from gar.presets.catalogue import Preset
 from gar.presets.paper import Paired
 from gar.report import _grouping as grouping
+from gar.report._numbers import Numbers, Scope, mean_interval
 from gar.report._table import Row, Table, interval, shown
 from gar.report._tables import POINTS
-from gar.report.results import Results, Scope, mean_interval
+from gar.report.verdict import counted
+from gar.runs import Run
 
 SCOPES = {  # the paper's scopes by their mixtures
     frozenset({"five", "six"}): "five_six",
@@ -32,6 +34,8 @@ SCOPES = {  # the paper's scopes by their mixtures
     frozenset({"five", "six", "seven_paws", "seven_mrpc", "eight"}): "five_mixtures",
     frozenset({"cola", "mrpc", "qqp", "rte", "sst2"}): "five_tasks",
 }
+#: With another of these a run is no run of its preset at all; with other keys it is a changed one.
+MODEL = {"backbone.name", "backbone.trainable", "mixture.tasks"}
 NOTE = (
     "The paper's means are over five seeds; the interval is that of our mean and knows nothing of the "
     "paper's own spread. Accuracies in %, differences of accuracies in percentage points."
@@ -39,7 +43,7 @@ NOTE = (
 
 
 def endpoints(
-    results: Results, setting: str, metrics: Iterable[Metric], name: str, caption: str, folded: bool = False
+    results: Numbers, setting: str, metrics: Iterable[Metric], name: str, caption: str, folded: bool = False
 ) -> Table:
     """Our mean, the paper's, their difference, and whether the paper's lies in our interval."""
     rows = []
@@ -47,6 +51,7 @@ def endpoints(
         found = _presets(results, setting, scope, variant)
         if not found or results.missing("accuracy", setting, scope, variant):
             continue
+        changed = _changed(results, setting, scope, variant)
         for metric in metrics:
             printed = _published(found, metric.paper)
             values = results.values(metric.name, setting, scope, variant)
@@ -62,14 +67,14 @@ def endpoints(
                 "here, 95 % interval": interval(metric, low, high),
                 "paper": shown(metric, printed),
                 "here − paper": shown(metric, mean - printed, sign=True),
-                "paper's value": _verdict(printed, low, high),
+                "paper's value": changed + _verdict(printed, low, high),
             }
             rows.append(Row(contents, (variant,), f"{scope.label}/{variant}"))
     notes = [NOTE, *_deviations(results, setting)]
     return Table(name, f"Beside the paper: {caption}", rows, notes, folded=folded)
 
 
-def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table:
+def paired(results: Numbers, setting: str, frame: pd.DataFrame) -> Table:
     """Our paired differences in accuracy beside the paper's."""
     scopes = {scope.label: scope for scope in results.scopes(setting)}
     rows = []
@@ -78,6 +83,7 @@ def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table:
         if (printed := _paired_row(a, b)) is None:
             continue
         mean, low, high = (float(cell) / 100 for cell in (printed.estimate, printed.ci_low, printed.ci_high))
+        sides = (_changed(results, setting, scopes[row["scope"]], row[side]) for side in ("a", "b"))
         contents = {
             "mixtures": row["scope"],
             "difference": f"{row['a']} − {row['b']}",
@@ -87,7 +93,7 @@ def paired(results: Results, setting: str, frame: pd.DataFrame) -> Table:
             "paper": shown(POINTS, mean, sign=True),
             "paper, 95 % interval": interval(POINTS, low, high, sign=True),
             "here − paper": shown(POINTS, row["mean"] - mean, sign=True),
-            "paper's value": _verdict(mean, row["low"], row["high"]),
+            "paper's value": max(sides) + _verdict(mean, row["low"], row["high"]),
         }
         rows.append(Row(contents, (row["a"], row["b"])))
     return Table("paper-paired", "Beside the paper: paired differences in accuracy, pp", rows)
@@ -100,9 +106,11 @@ def _verdict(printed: float, low: float, high: float) -> str:
     return "inside our interval" if low <= printed <= high else "outside our interval"
 
 
-def _presets(results: Results, setting: str, scope: Scope, variant: str) -> list[Preset]:
+def _presets(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Preset]:
     """The paper preset behind each of the scope's mixtures, if all runs have one, of one setting."""
     found = []
+    if any(map(_other_model, _runs(results, setting, scope, variant))):
+        return []
     for mixture in scope.mixtures:
         names = {str(run.config.get("preset")) for run in results.cell(setting, mixture, variant).values()}
         if len(names) != 1 or not (name := names.pop()).startswith("paper/") or not presets.is_preset(name):
@@ -133,17 +141,62 @@ def _subject(preset: Preset) -> str:
     return preset.subject.lower().replace("-", "")
 
 
-def _deviations(results: Results, setting: str) -> list[str]:
+def _runs(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Run]:
+    return [run for m in scope.mixtures for run in results.cell(setting, m, variant).values()]
+
+
+def _changed(results: Numbers, setting: str, scope: Scope, variant: str) -> str:
+    """What a cell says first where runs are no reproduction."""
+    changed = any(_differing(run) for run in _runs(results, setting, scope, variant))
+    return "changed preset; " if changed else ""
+
+
+def _differing(run: Run) -> list[str]:
+    """The keys of the result in which a run of a paper preset differs from it; a moved backbone is none.
+
+    A backbone in a directory is the published one where the directory is named like it.
+    """
+    try:
+        config = configuration.build(run.config)
+        keys = presets.deviations(config)
+    except UserError:
+        return ["the form of the configuration"]
+    if "backbone.name" in keys and config.preset is not None:
+        names = (config.backbone.name, presets.find(config.preset).config(config.seed).backbone.name)
+        own, published = (str(name).rstrip("/").rsplit("/", 1)[-1].lower() for name in names)
+        keys = [key for key in keys if key != "backbone.name" or own != published]
+    return keys
+
+
+def _other_model(run: Run) -> bool:
+    """Whether a run of a paper preset is of another model or other tasks: its values are something else."""
+    return any(key in MODEL or key.startswith("experts.") for key in _differing(run))
+
+
+def refused(results: Numbers, setting: str) -> list[str]:
+    """The runs of paper presets that are not set beside the paper's values, and why, in a sentence each."""
+    found: Counter[str] = Counter()
+    for run in results.members(setting):
+        if run.result and grouping.paper_setting(run) and _other_model(run):
+            name = str((run.config.get("backbone") or {}).get("name"))
+            keys = [key for key in _differing(run) if key != "backbone.name"]
+            what = [f"backbone {name}"] * ("backbone.name" in _differing(run)) + keys
+            found[", ".join(what)] += 1
+    return [
+        f"Not set beside the paper: {counted(count)} of its presets with other models or tasks ({what})."
+        for what, count in found.items()
+    ]
+
+
+def _deviations(results: Numbers, setting: str) -> list[str]:
     """Runs that changed their preset reproduce nothing; which keys, and how many runs."""
     changed: Counter[str] = Counter()
     for run in results.members(setting):
         if run.result and grouping.paper_setting(run):
-            try:
-                changed.update([", ".join(presets.deviations(configuration.build(run.config)))])
-            except UserError:
-                changed.update(["the form of the configuration"])
+            changed[", ".join(_differing(run))] += 1
     return [
-        f"Not a reproduction: {count} runs differ from their preset in {keys}."
+        f"Not a reproduction: {counted(count)} differ{'s' if count == 1 else ''} from "
+        f"{'its' if count == 1 else 'their'} preset in {keys}."
         for keys, count in changed.items()
         if keys
     ]

@@ -13,11 +13,14 @@ import re
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from gar.methods import REGISTRY
@@ -121,8 +124,8 @@ def plain(text: str) -> str:
 def slug(text: str) -> str:
     """A name as part of an id or attribute.
 
-    >>> slug("STGC+Load (coefficient=0.1)")
-    'stgc-load-coefficient-0-1'
+    >>> slug("STGC+Load λ=0.1")
+    'stgc-load-0-1'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 
@@ -145,6 +148,28 @@ def styles(variants: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     return chosen
 
 
+@contextmanager
+def _drawing(options: Mapping[str, Any]) -> Iterator[None]:
+    """The common style; without :meth:`Figure.savefig`, which lays out and draws everything twice."""
+    with matplotlib.rc_context({**RC, **options}), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is still there in the reader's font.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def pdf(figure: Figure, laid_out: bool = False) -> bytes:
+    """The figure as a page of PDF with its fonts inside, the same bytes each time; all else is vectors.
+
+    ``laid_out`` says that :func:`svg` has arranged it, so that it need not be arranged again.
+    """
+    file = io.BytesIO()
+    if laid_out:
+        figure.set_layout_engine("none")
+    with _drawing({"pdf.fonttype": 42}):
+        FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None, "Producer": None})
+    return file.getvalue()
+
+
 def svg(figure: Figure, ident: str, label: str) -> str:
     """The figure as an ``<svg>`` element on white; text stays text, nothing is external."""
     return drawn(figure, ident, label).whole()
@@ -154,8 +179,6 @@ def drawn(figure: Figure, ident: str, label: str) -> Sheet:
     """The figure as SVG, for files and pages: text stays text, all ids start with ``ident``."""
     file = io.StringIO()
     silent = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({**RC, "svg.hashsalt": ident}), warnings.catch_warnings():
-        # A glyph that the measuring font lacks is still there in the reader's font.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(file, format="svg", metadata=silent, transparent=True)
+    with _drawing({"svg.hashsalt": ident}):
+        FigureCanvasSVG(figure).print_svg(file, metadata=silent)
     return sheet(figure, file.getvalue(), ident, label)

@@ -44,8 +44,8 @@ class Row:
 class Table:
     """Rows of one form. ``name`` is its id in the page; ``titles`` explain headings; ``notes`` go below it.
 
-    ``folded`` tables are details that a reader opens, ``record`` ones are opened in print; ``absent`` names
-    the kinds of files (md, tex) that leave it out. ``strong`` are the columns that are bold in strong rows.
+    ``folded`` tables are details that a reader opens; ``absent`` names the kinds of files (html, md, tex)
+    that leave it out. ``strong`` are the columns that are bold in strong rows.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Table:
     notes: Sequence[str] = ()
     titles: Mapping[str, str] = field(default_factory=dict)
     folded: bool = False
-    record: bool = False
     absent: tuple[str, ...] = ()
     strong: tuple[int, ...] = (1, 3)
 

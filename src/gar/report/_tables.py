@@ -13,8 +13,8 @@ from gar.config import flat
 from gar.metrics import METRICS, OBJECTIVES, Metric, population_std
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
+from gar.report._numbers import Numbers
 from gar.report._table import Cell, Row, Table, interval, shown
-from gar.report.results import Results
 from gar.runs.reading import Run, seen_name
 
 ACCURACY, STEP = METRICS["accuracy"], METRICS["step_seconds"]
@@ -27,7 +27,7 @@ ENDPOINT_TITLES = {
 }
 
 
-def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
+def endpoints(results: Numbers, setting: str, frame: pd.DataFrame) -> Table:
     """Accuracy with its spread, the other objectives, and the Pareto front, per mixture and method."""
     frame = frame[frame["setting"] == setting]
     lists = frame[frame["seeds"] > 0].groupby("scope", sort=False)["seed_list"].nunique()
@@ -57,7 +57,7 @@ def endpoints(results: Results, setting: str, frame: pd.DataFrame) -> Table:
     if (frame["seeds"] == 1).any():
         notes.append("One seed says nothing about spread: rows with one seed have no std and no interval.")
     notes.append("Bold: highest mean accuracy of its mixture, which alone is no evidence of a difference.")
-    return Table("endpoints", "Endpoints: means over seeds", rows, notes, ENDPOINT_TITLES)
+    return Table("endpoints", "Endpoints: means over seeds", rows, notes, ENDPOINT_TITLES, True, ("tex",))
 
 
 def further(setting: str, frame: pd.DataFrame) -> Table:
@@ -67,10 +67,10 @@ def further(setting: str, frame: pd.DataFrame) -> Table:
     for row in frame[frame["setting"] == setting].to_dict("records"):
         where = {"mixture": row["scope"], "method": row["variant"], "seeds": row["seeds"]}
         rows.append(Row(where | _values(others, row), (row["variant"],), row["scope"]))
-    return Table("further", "Further routing metrics: means over seeds", rows, folded=True)
+    return Table("further", "Further routing metrics: means over seeds", rows, folded=True, absent=("tex",))
 
 
-def task_accuracies(results: Results, setting: str) -> list[Table]:
+def task_accuracies(results: Numbers, setting: str) -> list[Table]:
     """Accuracy of every task, a table a mixture."""
     tables = []
     for index, mixture in enumerate(results.mixtures(setting)):
@@ -92,7 +92,7 @@ def task_accuracies(results: Results, setting: str) -> list[Table]:
     return tables
 
 
-def seen(results: Results, setting: str) -> list[Table]:
+def seen(results: Numbers, setting: str) -> list[Table]:
     """What the experts see most, of the first seed with a diagnostics.json; a table a mixture."""
     note = (
         "Tokens (at the head site: tasks and labels) that select the expert more often than others "
@@ -149,10 +149,10 @@ def paired(setting: str, frame: pd.DataFrame, metric: Metric) -> Table:
     }
     name, caption = f"paired-{metric.name}", f"Paired differences in {metric.label} over the same seeds"
     main = metric == ACCURACY
-    return Table("paired" if main else name, caption, rows, notes, titles, folded=not main)
+    return Table("paired" if main else name, caption, rows, notes, titles, True, () if main else ("tex",))
 
 
-def times(results: Results, setting: str) -> Table:
+def times(results: Numbers, setting: str) -> Table:
     """Time per update; factors over Baseline where both ran on the same device."""
     rows = []
     for mixture in results.mixtures(setting):
@@ -176,10 +176,10 @@ def times(results: Results, setting: str) -> Table:
             }
             rows.append(Row(contents, (variant,), mixture))
     note = "Times are those of the training runs; runs that shared a machine slow each other down."
-    return Table("times", "Time per update: mean over runs", rows, [note])
+    return Table("times", "Time per update: mean over runs", rows, [note], folded=True)
 
 
-def configurations(results: Results, setting: str) -> Table:
+def configurations(results: Numbers, setting: str) -> Table:
     """What every method ran with, per mixture."""
     rows = []
     for mixture in results.mixtures(setting):
@@ -200,10 +200,10 @@ def configurations(results: Results, setting: str) -> Table:
                     "preset": ", ".join(sorted({str(r.config.get("preset") or "–") for r in cell.values()})),
                 }
                 rows.append(Row(contents, (variant,), mixture))
-    return Table("configurations", "Configurations", rows, absent=("tex",))
+    return Table("configurations", "Configurations", rows, folded=True, absent=("tex",))
 
 
-def records(results: Results, setting: str) -> list[Table]:
+def records(results: Numbers, setting: str) -> list[Table]:
     """What all finished runs of a setting share, the software and devices behind them, and their places."""
     runs = [run for run in results.members(setting) if run.result]
     trees = [flat(run.config) for run in runs]
@@ -213,13 +213,13 @@ def records(results: Results, setting: str) -> list[Table]:
     versions = list(map(Row, found.to_dict("records")))
     paths = [Row({"run": str(run.path)}) for run in runs]
     return [
-        Table("shared", "The same in every run", shared, folded=True, record=True, absent=("tex",)),
-        Table("versions", "Versions and devices", versions, folded=True, record=True, absent=("tex",)),
+        Table("shared", "The same in every run", shared, folded=True, absent=("tex",)),
+        Table("versions", "Versions and devices", versions, folded=True, absent=("tex",)),
         Table("directories", "Run directories", paths, folded=True, absent=("md", "tex")),
     ]
 
 
-def problems(results: Results) -> Table:
+def problems(results: Numbers) -> Table:
     """Runs without a result, and why."""
     rows = []
     for run in sorted(results.problems, key=lambda run: (run.state, str(run.path))):

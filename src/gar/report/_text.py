@@ -1,14 +1,15 @@
-"""Tables as Markdown and LaTeX, with everything that comes from data escaped."""
+"""Tables as Markdown; text in Markdown and LaTeX, with everything that comes from data escaped."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import groupby
 
-from gar.report._table import Cell, Table
+from gar.report._table import Table
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#$])")
+#: The last sign that pdfLaTeX has in its T1 fonts; others need LuaLaTeX or XeLaTeX.
+LATIN = 0x17F
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -24,6 +25,10 @@ _LATEX = {
     "↑": r"\ensuremath{\uparrow}",
     "↓": r"\ensuremath{\downarrow}",
     "●": r"\ensuremath{\bullet}",
+    "⁺": r"\ensuremath{^{+}}",
+    "⁻": r"\ensuremath{^{-}}",
+    "λ": r"\ensuremath{\lambda}",
+    "…": r"\dots{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }
 
@@ -44,7 +49,8 @@ def escape_latex(text: str) -> str:
     >>> escape_latex("50 % of lora_ffn & {x}")
     '50 \\% of lora\\_ffn \\& \\{x\\}'
     """
-    return "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+    signs = (_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+    return "".join(rf"\garsign{{{sign}}}" if len(sign) == 1 and ord(sign) > LATIN else sign for sign in signs)
 
 
 def markdown(table: Table) -> str:
@@ -59,38 +65,6 @@ def markdown(table: Table) -> str:
         lines.append(_pipes(cells))
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def latex(table: Table, label: str) -> str:
-    """A booktabs table; needs ``\\usepackage{booktabs}``. Blocks of rows are separated by thin rules."""
-    layout = "".join("r" if number else "l" for number in table.columns.values())
-    lines = [
-        r"\begin{table}",
-        r"\centering\small",
-        rf"\caption{{{escape_latex(table.caption)}}}",
-        rf"\label{{{label}}}",
-        rf"\begin{{tabular}}{{{layout}}}",
-        r"\toprule",
-        " & ".join(map(escape_latex, table.columns)) + r" \\",
-    ]
-    for _, block in groupby(table.rows, key=lambda row: row.group):
-        lines.append(r"\midrule")
-        for row in block:
-            lines.append(
-                " & ".join(
-                    _latex_cell(cell, row.strong and i in table.strong) for i, cell in enumerate(row.cells)
-                )
-            )
-            lines[-1] += r" \\"
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    lines += [rf"\par\smallskip\footnotesize {escape_latex(' '.join(table.notes))}"] if table.notes else []
-    return "\n".join([*lines, r"\end{table}"]) + "\n"
-
-
-def _latex_cell(cell: Cell, bold: bool) -> str:
-    text = escape_latex(cell.text)
-    text = f"{{{text}}}" if text.startswith("[") else text  # a bracket after \\ would be its argument
-    return rf"\textbf{{{text}}}" if bold and text else text
 
 
 def _pipes(cells: Iterable[str]) -> str:

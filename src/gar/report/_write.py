@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,27 +13,33 @@ import pandas as pd
 
 from gar.errors import UserError
 from gar.report import figures
+from gar.report._draw import draw
 from gar.report._html import html
+from gar.report._latex import PREAMBLE, latex
 from gar.report._page import Page, Picture, Said, build_page
 from gar.report._style import svg
 from gar.report._table import Table
-from gar.report._text import escape_markdown, latex, markdown
+from gar.report._text import escape_markdown, markdown
 from gar.report.results import Results
-from gar.runs.files import write_text
+from gar.runs.files import write_bytes, write_text
 from gar.runs.names import DIAGNOSTICS
 from gar.runs.result import replace_json
 
 HEATMAP, CONFLICT = "heatmap", "conflict"
 
 
-def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> dict[str, Path]:
-    """Write the report; returns the files by name.
+def write(
+    results: Results, out_dir: str | Path, common_seeds: bool = False, pdf: bool = False
+) -> dict[str, Path]:
+    """Write the report; returns the files by name. With ``pdf`` every figure is a file of PDF too.
 
     Paired differences and means over mixtures need the same seeds everywhere; with ``common_seeds`` they are
     over the seeds that are there, and say so.
     """
     out = Path(out_dir)
-    page = build_page(results, common_seeds)
+    with _uncollected():
+        page = build_page(results, common_seeds)
+        draw(page.pictures, pdf)
     contents = {
         "report.html": html(page),
         "report.md": markdown_page(page),
@@ -41,16 +48,20 @@ def write(results: Results, out_dir: str | Path, common_seeds: bool = False) -> 
         "endpoints.csv": page.endpoints.to_csv(index=False),
         "paired.csv": _paired_csv(page.compared),
         **{f"figures/{picture.name}.svg": picture.svg + "\n" for picture in page.pictures},
+        **({f"figures/{picture.name}.pdf": picture.pdf for picture in page.pictures} if pdf else {}),
     }
     return write_files(out, contents)
 
 
-def write_files(out: Path, contents: Mapping[str, str]) -> dict[str, Path]:
-    """Texts by their name below ``out``; returns the files by name."""
+def write_files(out: Path, contents: Mapping[str, str | bytes]) -> dict[str, Path]:
+    """Texts and bytes by their name below ``out``; returns the files by name."""
     with _writing(out):
-        for name, text in contents.items():
+        for name, content in contents.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            write_text(out / name, text)
+            if isinstance(content, str):
+                write_text(out / name, content)
+            else:
+                write_bytes(out / name, content)
     return {name: out / name for name in contents}
 
 
@@ -76,6 +87,18 @@ def write_diagnosis(diagnosis: Mapping[str, Any], out: str | Path) -> dict[str, 
 
 
 @contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which goes through all of torch for every few figures."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def _writing(out: Path) -> Iterator[None]:
     try:
         yield
@@ -94,8 +117,8 @@ def markdown_page(page: Page) -> str:
     for section in page.sections:
         parts += [f"## {escape_markdown(section.title)}", ""]
         for block in section.blocks:
-            parts += [f"### {block.heading}", ""]
-            parts += map(_markdown, block.items_in("md"))
+            if items := block.items_in("md"):
+                parts += [f"### {block.heading}", "", *map(_markdown, items)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -113,7 +136,7 @@ def _picture(picture: Picture) -> str:
 
 
 def _latex(page: Page) -> str:
-    parts = [r"% Needs \usepackage{booktabs} and \usepackage[T1]{fontenc}.", ""]
+    parts = [PREAMBLE]
     for section in page.sections:
         title = "".join(sign if sign.isascii() and sign.isprintable() else " " for sign in section.title)
         parts += [f"% Setting: {title}"]

@@ -16,6 +16,7 @@ from gar.report import _style as style
 from gar.report import _tables as tables
 from gar.report import figures
 from gar.report._html import html
+from gar.report._marks import mark
 from gar.report._page import PICTURES, Block, Page, Picture, Said, Section
 from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report._write import markdown_page, write_files
@@ -159,20 +160,22 @@ def _experts(results: Results, setting: str, seed: int | None, methods: Sequence
     found = {results.method(variant): variant for variant in results.variants(setting)}
     variants = [found[method] for method in methods if method in found]
     try:
-        return Picture(
-            "experts", caption, figures.task_expert_heatmap(results, setting, None, seed, variants)
-        )
+        figure = figures.task_expert_heatmap(results, setting, None, seed, variants)
     except figures.NothingToDraw as reason:
         return Picture("experts", caption, None, str(reason))
+    mark(figure, results.variants(setting))
+    return Picture("experts", caption, figure)
 
 
 def _picture(name: str, results: Results, setting: str, **options: bool) -> Picture:
     draw, caption = PICTURES[name]
     caption = f"{caption[0].upper()}{caption[1:]}"
     try:
-        return Picture(name, caption, draw(results, setting, **options))
+        figure = draw(results, setting, **options)
     except figures.NothingToDraw as reason:
         return Picture(name, caption, None, str(reason))
+    mark(figure, results.variants(setting))
+    return Picture(name, caption, figure)
 
 
 def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str]) -> Table:

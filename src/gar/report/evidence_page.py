@@ -40,6 +40,7 @@ from gar.report.evidence import (
     questions,
     verdict,
 )
+from gar.report.verdict import counted
 
 #: A suite's setting, and the paper's that is nearest to it.
 NEAREST = {
@@ -145,14 +146,18 @@ def _made_on(evidence: Evidence) -> str:
             f"Together they took {runs['seconds'].sum() / 3600:.1f} hours."
         )
     if evidence.deviating:
+        what, verb = counted(evidence.deviating), "differs" if evidence.deviating == 1 else "differ"
         said.append(
-            f"**{evidence.deviating} runs differ from their suite in more than hyper-parameters** (length, "
+            f"**{what} {verb} from their suite in more than hyper-parameters** (length, "
             "samples, backbone, or a version with other keys)."
         )
     if evidence.repeated:
-        said.append(f"{evidence.repeated} stored runs do not count: stored again, or another configuration.")
+        what = counted(evidence.repeated, "stored run")
+        verb = "does" if evidence.repeated == 1 else "do"
+        said.append(f"{what} {verb} not count: stored again, or another configuration.")
     if evidence.foreign:
-        said.append(f"{evidence.foreign} stored runs belong to no packaged suite and are left out.")
+        what, verb = counted(evidence.foreign, "stored run"), "belongs" if evidence.foreign == 1 else "belong"
+        said.append(f"{what} {verb} to no packaged suite, and left out.")
     return "**Runs.** " + " ".join(said) + "\n"
 
 

@@ -147,6 +147,15 @@ def signed(value: float) -> str:
     return sign + points(abs(value))
 
 
+def counted(count: int, noun: str = "run") -> str:
+    """A count with its noun.
+
+    >>> counted(1), counted(3)
+    ('1 run', '3 runs')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def listing(names: Sequence[str]) -> str:
     """Names as a part of a sentence.
 
