@@ -269,7 +269,7 @@ def test_hiding_reaches_panels_rows_labels_and_legends(chromium, sweep, tmp_path
     assert {v for classes, v in groups if "hidden" not in classes} == {
         "gar-0-001", "baseline", "gar-0-001 baseline",
     }  # fmt: skip
-    for name in ("s1-loads-0", "s1-heatmap-0", "s1-steps", "s1-gains", "s1-balance"):
+    for name in ("s1-loads-0", "s1-steps", "s1-gains", "s1-balance"):
         figure = re.search(rf'<figure id="{name}">.*?</figure>', dom, re.DOTALL)
         assert figure
         assert 'series hidden" data-variant="gar-0-01' in figure[0], name

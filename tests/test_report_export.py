@@ -222,7 +222,7 @@ def test_two_processes_draw_what_one_draws(monkeypatch: pytest.MonkeyPatch) -> N
     _draw.draw(alone, pdf=True)
     monkeypatch.setattr(_draw, "_forks", lambda: True)
     _draw.draw(both, pdf=True)
-    assert [vars(each)["svg"] for each in both] == [vars(each)["svg"] for each in alone]
+    assert [vars(each)["drawn"] for each in both] == [vars(each)["drawn"] for each in alone]
     assert [vars(each)["pdf"] for each in both] == [vars(each)["pdf"] for each in alone]
 
 

@@ -105,7 +105,7 @@ def test_heatmap_of_a_hundred_experts_is_one_picture():
 def test_heatmap_keeps_the_states_over_training(runs):
     figure: Any = figures.task_expert_heatmap(runs)
     assert titles(figure)[:1] == ["Baseline, seed 1: log₂ P(e|t) / P(e)"]
-    assert titles(figure)[2].startswith("GAR (coefficient=0.1), seed 1")
+    assert titles(figure)[2].startswith("GAR λ=0.1, seed 1")
     assert figure.updates == [500, 1000, 2000]
     left, right = figure.axes[:2]
     assert figure.states["cells:0:0"][-1] == [color for row in cells(left) for color in row]
@@ -196,7 +196,7 @@ def test_conflict_sets_two_models_of_one_seed_side_by_side(tmp_path):
 
 
 def test_compared_is_baseline_and_the_most_accurate(runs, tmp_path):
-    assert runs.compared(runs.settings[0]) == ["Baseline", "GAR (coefficient=0.1)"]
+    assert runs.compared(runs.settings[0]) == ["Baseline", "GAR λ=0.1"]
     for method, accuracy in (("cagrad", 0.6), ("stgc", 0.7)):
         write_run(tmp_path, method, 1, accuracy=accuracy)
     results = load(tmp_path)
@@ -232,7 +232,7 @@ def test_trajectories_have_the_majority_line_and_strong_lines(runs):
         if str(line.get_gid()).startswith("series:")
     }
     strong = {name for name, width in widths.items() if width == max(widths.values())}
-    assert strong == {"baseline", "gar-coefficient-0-1"}
+    assert strong == {"baseline", "gar-0-1"}
     assert len(widths) == 4
 
 

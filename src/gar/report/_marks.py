@@ -41,7 +41,8 @@ def _panel(axes: Axes, names: Mapping[str, str]) -> None:
     said = " ".join(axes.get_title(loc="left").split())
     found = [name for name in names if said == name or said.startswith(f"{name}, ")]
     if found:
-        _set(names[max(found, key=len)], axes)
+        place = axes.figure.axes.index(axes)  # a name for each panel: drawings are cut by it
+        axes.set_gid(f"series:{names[max(found, key=len)]}:panel-{place}")
 
 
 def _rows(axes: Axes, names: Mapping[str, str]) -> None:

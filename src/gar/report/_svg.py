@@ -6,6 +6,7 @@ down, so that text keeps its size. A file has them all in one drawing on white, 
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from matplotlib.figure import Figure
 
 #: Pixels of CSS in a point.
 PIXELS = 96 / 72
+#: Pixels that a phone has for a panel.
+NARROW = 350
 FAMILY = "system-ui, 'DejaVu Sans', sans-serif"
 #: What a group may say for all of its children. Opacity is none of them: it would apply once.
 INHERITED = re.compile(r"(fill|stroke|font|text-anchor)")
@@ -73,7 +76,9 @@ class Sheet:
         ]
         states = f' data-updates="{" ".join(map(str, self.updates))}"' if len(self.updates) > 1 else ""
         label = quoteattr(self.label)
-        return f'<div class="panels" role="img" aria-label={label}{states}>{"".join(parts)}</div>'
+        # What is wider than a phone scrolls there, and a keyboard has to reach it.
+        reach = ' tabindex="0"' if any(box.width * PIXELS > NARROW for box, _ in self.panels) else ""
+        return f'<div class="panels" role="img" aria-label={label}{reach}{states}>{"".join(parts)}</div>'
 
 
 def sheet(figure: Figure, text: str, ident: str, label: str) -> Sheet:
@@ -93,7 +98,8 @@ def sheet(figure: Figure, text: str, ident: str, label: str) -> Sheet:
     def written(elements: Sequence[Element]) -> str:
         return "".join(_written(element, ident, kept, states) for element in elements)
 
-    axes = {f"axes_{number}": at for number, at in enumerate(figure.axes, 1)}
+    unnamed = itertools.count(1)  # matplotlib numbers the axes that have no name of their own
+    axes = {at.get_gid() or f"axes_{next(unnamed)}": at for at in figure.axes}
     # The first patch is the figure's background.
     parts = [(part.get("id", ""), part) for part in drawing if part.get("id") != "patch_1"]
     whole, boxes = Box(0.0, 0.0, width, height), _boxes(figure.axes, width, height)
