@@ -484,7 +484,7 @@ def test_with_eps_collapse_is_a_local_maximum_again_below_eps() -> None:
 
 @given(observations(least=2), st.integers(2, 4))
 def test_at_top_1_full_collapse_is_pushed_on(g: Tensor, experts: int) -> None:
-    """Exactly empty experts have score 0, the used one on average ||mean||^2: the denominator is no cure there."""
+    """Exactly empty experts have score 0, the used one on average ||mean||^2: no cure there."""
     z = torch.randn(len(g), experts, dtype=torch.float64)
     z[:, 0] = z.max(1).values + 1
     scores = gar.marginal_scores(theory.collapsed(len(g), experts), g)

@@ -132,7 +132,7 @@ def _gibbs() -> Points:
         g = _clusters(10, 2, 0.4, seed)
         critical = theory.critical_temperature(g)
         p = torch.eye(2, dtype=torch.float64)[torch.arange(10) % 2] * 0.98 + 0.01
-        for share in _grid(0.1, 1.5, 15):
+        for share in _grid(0.15, 1.55, 15):
             p = theory.fixed_point(p, g, share * critical, steps=150)
             yield f"split {seed}", share, float(p.max(1).values.mean())
 
@@ -163,8 +163,7 @@ def _collapse() -> Points:
 
 
 def _load() -> Points:
-    g = theory.equiangular(3, 0.2)
-    g = g + 0.3 * torch.randn(g.shape, generator=torch.Generator().manual_seed(SEED), dtype=g.dtype)
+    g = theory.equiangular(3, 0.0)
     of = theory.moments(g)
     formulas = {
         "member": theory.member_score,
@@ -207,8 +206,12 @@ def _tilt() -> Points:
         yield "utility counted", delta, float(found.utility.left) / load
 
 
-def _note(axes: Axes, x: float, y: float, text: str, color: str = INK, **options: object) -> None:
-    axes.annotate(text, (x, y), color=color, fontsize=8, **{"va": "center", **options})  # type: ignore[arg-type]
+def _note(axes: Axes, x: float, y: float, text: str, color: str = INK) -> None:
+    """A word right of a point."""
+    axes.annotate(
+        text, (x, y), (5, 0), textcoords="offset points", color=color, fontsize=8, va="center",
+        annotation_clip=False,
+    )  # fmt: skip
 
 
 def _draw_kmeans(series: Series) -> Figure:
@@ -220,7 +223,7 @@ def _draw_kmeans(series: Series) -> Figure:
     axes.plot(*series["soft"], "^", color=GREEN, markersize=4)
     x, y = series["one-hot"]
     best = max(range(len(y)), key=lambda i: y[i])
-    _note(axes, x[best], y[best], "  best partition: most association, least scatter", va="bottom")
+    _note(axes, x[best], y[best], "best partition: most association, least scatter")
     title(axes, "Association = constant − k-means", "k-means objective J")
     axes.set_ylabel("association A", fontsize=8)
     panels.legend(
@@ -244,7 +247,7 @@ def _draw_spectral(series: Series) -> Figure:
     for name, (label, color, dash) in looks.items():
         x, y = series[name]
         axes.plot(x, y, color=color, linestyle=dash, linewidth=1.6)
-        _note(axes, x[-1], y[-1], "  " + label, "#5c5c5c" if color == GREY else color)
+        _note(axes, x[-1], y[-1], label, "#5c5c5c" if color == GREY else color)
     axes.set_xlim(0, 1.8)
     axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2])
     axes.set_ylim(0, 1.03)
@@ -323,7 +326,7 @@ def _draw_load(series: Series) -> Figure:
         axes.set_ylim(bottom=0 if kind == "numerator" else None)
     axes = panels.axes[0]
     axes.plot(*series["gamma"], color=INK, linewidth=0.8, linestyle=":")
-    _note(axes, 12, series["gamma"][1][0], " γ", annotation_clip=False)
+    _note(axes, 12, series["gamma"][1][0], "γ")
     panels.legend(lines, [label for label, _ in looks.values()])
     return panels.figure
 
