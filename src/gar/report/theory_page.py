@@ -274,7 +274,7 @@ def _draw_gibbs(series: Series) -> Figure:
     _note(right, 1.03, 0.92, "uniform routing\nis stable here")
     _note(right, 0.14, 0.6, "three random sets\nof observations")
     right.set_ylim(0.48, 1.02)
-    title(right, "Above a temperature no split is left", "τ / (2 λmax of the covariance)")
+    title(right, "Uniform routing splits below a temperature", "τ / (2 λmax of the covariance)")
     right.set_ylabel("mean largest probability", fontsize=8)
     return panels.figure
 

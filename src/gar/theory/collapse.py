@@ -1,4 +1,4 @@
-"""Without the denominator all observations in one expert is best; with it, worst (thm:vertex_unstable).
+"""All observations in one expert: without the denominator often best, with it worst (thm:vertex_unstable).
 
 The paper shows, for prototypes, that a collapsed assignment is no local maximum at ``eps = 0``
 (sec:ours_case3). For every set of observations it is a global minimum: :func:`over_collapse`.
