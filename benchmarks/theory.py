@@ -59,7 +59,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     for each in folder.glob("*.svg"):
         each.unlink()
-    write_text(folder / NUMBERS, rows.to_csv(index=False))
+    write_text(folder / NUMBERS, rows.to_csv(index=False, float_format="%.6g"))
     for name, picture in theory_page.pictures(rows).items():
         write_text(folder / f"{name}.svg", picture)
 

@@ -58,7 +58,7 @@ def pictures(rows: pd.DataFrame) -> dict[str, str]:
 
 def digest(rows: pd.DataFrame) -> str:
     """Twelve digits that tell one set of rows from another."""
-    return hashlib.sha256(rows.to_csv(index=False).encode()).hexdigest()[:12]
+    return hashlib.sha256(rows.to_csv(index=False, float_format="%.6g").encode()).hexdigest()[:12]
 
 
 class Series:
