@@ -19,7 +19,7 @@ NUMERICS = {
     "test_backbones", "test_batches", "test_cache", "test_diagnose", "test_evaluation", "test_methods",
     "test_metrics_association", "test_metrics_gradient", "test_metrics_load", "test_metrics_statistics",
     "test_model", "test_nn", "test_objective", "test_observation", "test_oracles", "test_reproducibility",
-    "test_routing", "test_runs", "test_sweep", "test_training", "test_whole_gradients",
+    "test_routing", "test_runs", "test_sweep", "test_theory", "test_training", "test_whole_gradients",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ LIBRARY = [
     *blocks(ROOT / "docs" / "library.md", "python"),
     "\n".join(blocks(ROOT / "docs" / "native_moe.md", "python")),
     *blocks(ROOT / "docs" / "ranks.md", "python"),
+    *blocks(ROOT / "docs" / "theory.md", "python"),
     *blocks(ROOT / "docs" / "trainer.md", "python"),
 ]
 

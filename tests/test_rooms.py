@@ -14,8 +14,8 @@ import gar
 PACKAGE = Path(gar.__file__).parent
 #: A room imports only from rooms before it. The package's own ``__init__`` hands names out.
 ROOMS = (
-    "version", "errors", "seeds", "precision", "objective", "routing", "distributed", "metrics", "nn",
-    "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
+    "version", "errors", "seeds", "precision", "objective", "routing", "theory", "distributed", "metrics",
+    "nn", "observation", "methods", "plugins", "config", "runs", "data", "model", "features", "evaluation",
     "training", "presets", "inspection", "sweeps", "benchmark", "report", "comparison", "integrations", "cli",
     "__main__",
 )  # fmt: skip

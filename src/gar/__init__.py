@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         report,
         runs,
         sweeps,
+        theory,
         training,
     )
     from gar.config import Config
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 _ROOMS = (
     "comparison", "config", "data", "distributed", "errors", "evaluation", "features", "inspection",
     "integrations",
-    "methods", "metrics", "model", "nn", "observation", "presets", "report", "runs", "sweeps", "training",
+    "methods", "metrics", "model", "nn", "observation", "presets", "report", "runs", "sweeps", "theory",
+    "training",
 )  # fmt: skip
 _EXPORTS = {
     "Config": "config.Config",
@@ -122,6 +124,7 @@ __all__ = [
     "runs",
     "straight_through",
     "sweeps",
+    "theory",
     "train",
     "training",
 ]
