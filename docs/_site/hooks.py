@@ -27,6 +27,8 @@ ROOM = re.compile(r"^## (gar(?:\.\w+)?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTI
 #: The names of an entry of docs/api.md stand before its colon.
 ENTRY = re.compile(r"^- (.+?):", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"`(\w+)`")
+#: Rooms whose names lie in a module of theirs.
+INSIDE = {"gar.integrations": "gar.integrations.transformers"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -92,21 +94,34 @@ def rooms() -> dict[str, list[str]]:
 
 
 def owner(room: str, name: str) -> str | None:
-    """Where a name is described: `gar` repeats what its rooms export, and a room of its name is a page."""
+    """The path under which a name is described; None for a room, which is a page, and for the version.
+
+    `gar` repeats names of its rooms: they are described there.
+    """
     if room != "gar":
-        return {"gar.integrations": "gar.integrations.transformers"}.get(room, room)
+        return place(INSIDE.get(room, room), name)
     if f"gar.{name}" in rooms() or name == "__version__":
         return None
     holders = [other for other, names in rooms().items() if other != "gar" and name in names]
-    return holders[0] if holders else "gar"
+    return place(holders[0] if holders else "gar", name)
+
+
+def place(room: str, name: str) -> str:
+    """The path of a name; that of its definition where a module of the room has the same name."""
+    module = f"{room}.{name}"
+    path = (ROOT / "src" / module.replace(".", "/")).with_suffix(".py")
+    inside = path.is_file() and re.search(rf"^(?:def|class) {name}\b", path.read_text("utf-8"), re.MULTILINE)
+    return f"{module}.{name}" if inside else module
 
 
 def reference(room: str, names: list[str]) -> str:
     """The page of a room: its description and every name, in the order of docs/api.md."""
-    parts = [f"# {room}\n", f"::: {room}\n    options:\n      members: false\n      show_root_heading: false\n"]
+    parts = [f"# {room}\n", f"::: {room}\n    options:\n      members: false\n      show_root_heading: false\n"
+             "      show_root_toc_entry: false\n"]
     for name in names:
-        if owner(room, name) == (room if room != "gar.integrations" else "gar.integrations.transformers"):
-            parts.append(f"::: {owner(room, name)}.{name}\n")
+        where = owner(room, name)
+        if where and (room != "gar" or not any(name in names for other, names in rooms().items() if other != "gar")):
+            parts.append(f"::: {where}\n")
     return "\n".join(parts)
 
 
@@ -117,7 +132,7 @@ def linked(section: str, room: str) -> str:
         if room == "gar" and f"gar.{name[1]}" in rooms():
             return f"[{name[0]}](reference/gar.{name[1]}.md)"
         where = owner(room, name[1])
-        return f"[{name[0]}][{where}.{name[1]}]" if where else name[0]
+        return f"[{name[0]}][{where}]" if where else name[0]
 
     return ENTRY.sub(lambda entry: NAME.sub(link, entry[0]), section)
 
