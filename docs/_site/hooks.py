@@ -35,7 +35,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Puts the pages of the rooms into the navigation."""
     pages = [{room: f"reference/{room}.md"} for room in rooms()]
     config.nav = [
-        {"Reference": ["api.md", *pages]} if item == {"Reference": "api.md"} else item for item in config.nav or ()
+        {"Reference": ["api.md", *pages]} if item == {"Reference": "api.md"} else item
+        for item in config.nav or ()
     ]
     return config
 
@@ -75,7 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Rewrites links for the site; the names in the list of the API lead to their reference."""
     uri = page.file.src_uri
-    if uri.startswith("reference/") or (uri.startswith(f"{COPIES}/") and not Path(origin(uri)).suffix == ".md"):
+    if uri.startswith("reference/") or (uri.startswith(f"{COPIES}/") and Path(origin(uri)).suffix != ".md"):
         return markdown
     if uri == "api.md":
         markdown = ROOM.sub(lambda room: linked(room[0], room[1]), markdown)
@@ -116,11 +117,16 @@ def place(room: str, name: str) -> str:
 
 def reference(room: str, names: list[str]) -> str:
     """The page of a room: its description and every name, in the order of docs/api.md."""
-    parts = [f"# {room}\n", f"::: {room}\n    options:\n      members: false\n      show_root_heading: false\n"
-             "      show_root_toc_entry: false\n"]
+    parts = [
+        f"# {room}\n",
+        f"::: {room}\n    options:\n      members: false\n      show_root_heading: false\n"
+        "      show_root_toc_entry: false\n",
+    ]
     for name in names:
         where = owner(room, name)
-        if where and (room != "gar" or not any(name in names for other, names in rooms().items() if other != "gar")):
+        if where and (
+            room != "gar" or not any(name in names for other, names in rooms().items() if other != "gar")
+        ):
             parts.append(f"::: {where}\n")
     return "\n".join(parts)
 
@@ -164,7 +170,10 @@ def resolve(page: str, link: str) -> str | None:
 def targets(page: str, text: str) -> set[str]:
     """All files of the repository that a page links to."""
     found: set[str] = set()
-    outside_code(text, lambda part: found.update(filter(None, (resolve(page, m[1]) for m in LINK.finditer(part)))) or part)
+    outside_code(
+        text,
+        lambda part: found.update(filter(None, (resolve(page, m[1]) for m in LINK.finditer(part)))) or part,
+    )
     return found
 
 
