@@ -49,7 +49,7 @@ NOT_RUN = {
     "gar search": "a hundred and more runs; tests/test_search.py",
     "gar sweep own_suite.yaml --chosen": "wants what a search chose; tests/test_sweep_suite.py",
     "gar sweep bigbench": "a download; tests/test_sweep_suite.py plans it",
-    "gar sweep evidence_top4": "200 runs",
+    "gar sweep evidence_": "hundreds of runs",
     "gar sweep paper_main": "hub models, and a Ray cluster; tests/test_sweep_ray.py",
     "gar sweep paper_head --out runs --jobs": "hub models",
     "gar sweep paper_head --out runs\n": "hub models",
