@@ -34,7 +34,7 @@ lint: install
 # The documentation as a site in build/site; it has an environment of its own, and needs no torch.
 DOCS := build/docs-env
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 	@echo "build/site/index.html"
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
