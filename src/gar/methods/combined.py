@@ -166,7 +166,7 @@ def _sum(values: Any) -> Tensor | None:
 
 def joined_label(labels: Sequence[str]) -> str:
     """What tables call a combination."""
-    return " & ".join(labels)
+    return " + ".join(labels)
 
 
 def carried(section: Mapping[str, Any], name: str) -> dict[str, Any]:

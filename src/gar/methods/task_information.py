@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -30,9 +30,6 @@ class TaskInformation(Method):
     capturable: ClassVar[bool] = True
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-5, 1.0)}
     coefficient: float = Field(1e-3, ge=0)
-    probabilities: Literal["softmax", "gates"] = Field(
-        "softmax", description="p_m from the softmax over all experts, or from the configured gates"
-    )
 
     @property
     def observes(self) -> frozenset[str]:
@@ -48,7 +45,7 @@ class TaskInformation(Method):
             return None
         total = update.zero
         for site in update.sites:
-            p = site.probabilities(soft=self.probabilities == "softmax")
+            p = site.probabilities(soft=True)
             member = one_hot(update.tasks.to(p.device), update.task_count).to(p)
             weighted = member * update.task_weights.to(p).unsqueeze(1)
             total = total - mutual_information(weighted.T @ p)
@@ -56,15 +53,12 @@ class TaskInformation(Method):
 
 
 def mutual_information(joint: Tensor) -> Tensor:
-    """Of a joint distribution [T, E], in nats.
+    """Of a joint distribution [T, E], in nats; an empty cell counts nothing.
 
     >>> round(float(mutual_information(torch.eye(2) / 2)), 4)
     0.6931
     """
-    return _negative_entropy(joint) - _negative_entropy(joint.sum(0)) - _negative_entropy(joint.sum(1))
-
-
-def _negative_entropy(p: Tensor) -> Tensor:
-    """``sum p log p``; 0 at p = 0, in value and derivative."""
-    p = torch.where(p > 0, p, torch.ones_like(p))
-    return (p * p.log()).sum()
+    filled, one = joint > 0, torch.ones_like(joint)
+    apart = joint.sum(1, keepdim=True) * joint.sum(0)
+    ratio = torch.where(filled, joint, one) / torch.where(filled, apart, one)
+    return (joint * ratio.log()).sum()
