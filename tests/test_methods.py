@@ -256,9 +256,9 @@ def stgc(twin: Twin, out: TwinOutput) -> tuple[Tensor, list[Tensor]]:
 
 def expected_gradients(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Gradients:
     if isinstance(method, Combined) and isinstance(method.parts[0], CAGrad):
-        direction = expected_gradients(twin, out, g, method.parts[0])
+        own_way = expected_gradients(twin, out, g, method.parts[0])
         added = twin.gradients(auxiliary_loss(twin, out, g, method))
-        return {name: grad + added[name] for name, grad in direction.items()}
+        return {name: grad + added[name] for name, grad in own_way.items()}
     if isinstance(method, CAGrad):
         own = [twin.gradients(loss) for loss in out.losses]
         rows = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for grads in own])
