@@ -102,10 +102,6 @@ VARIANTS: dict[str, Method] = {name: from_config(name) for name in METHODS} | {
     "gar_numerator": GAR(coefficient=0.5, objective="numerator_only"),
     "loadpen_strong": from_config({"name": "loadpen", "coefficient": 0.7}),
     "switchaux_strong": from_config({"name": "switchaux", "coefficient": 0.7}),
-    "zloss_strong": from_config({"name": "zloss", "coefficient": 0.7}),
-    "global_strong": from_config({"name": "global_balance", "coefficient": 0.7}),
-    "tasks_strong": from_config({"name": "task_information", "coefficient": 0.7}),
-    "simbal_strong": from_config({"name": "simbal", "coefficient": 0.7}),
     "gar+simbal+switchaux": from_config("gar+simbal+switchaux"),
     "cagrad+zloss+switchaux": from_config(
         {"name": "cagrad", "with": {"zloss": {"coefficient": 0.7}, "switchaux": {"coefficient": 0.7}}}
