@@ -248,8 +248,6 @@ def test_overrides_of_several_methods() -> None:
     ids=str,
 )
 def test_what_does_not_go_together_is_one_clear_line(config: Any, message: str) -> None:
-    if config == "cagrad+torchjd":
-        pytest.importorskip("torchjd")
     mixture = {"tasks": ["rte"], "batch_size": 32, "group_size": 8}
     with pytest.raises(UserError, match=message) as caught:
         build({"method": config, "mixture": mixture})

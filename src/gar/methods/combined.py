@@ -66,9 +66,6 @@ class Combined(Method):
         return all(part.spreads for part in self.parts)
 
     def check(self, choices: Choices) -> str | None:
-        for part in self.parts:
-            if problem := part.check(choices):
-                return f"{part.name}: {problem}"
         own = [part.name for part in self.parts if _has_own(part, _BACKWARDS)]
         if len(own) > 1:
             return f"{' and '.join(own)} have a backward of their own each; expected one such method at most"
@@ -78,7 +75,8 @@ class Combined(Method):
                 f"{rows[0]} reads the gradients of groups out of the one ordinary backward, which {own[0]} "
                 "replaces; expected one of the two"
             )
-        return None
+        found = ((part.name, part.check(choices)) for part in self.parts)
+        return next((f"{name}: {problem}" for name, problem in found if problem), None)
 
     def initial_state(self, model: nn.Module) -> MethodState | None:
         made: dict[str, Any] = {part.name: part.initial_state(model) for part in self.parts}
