@@ -24,7 +24,7 @@ from support import tiny_runs
 from support.tiny_runs import largest_difference, make_config, same_bits, weights
 
 NAMES = ["mood", "nli"]
-CAPTURABLE = tuple(name for name, cls in REGISTRY.items() if cls.capturable)
+CAPTURABLE = (*(name for name, cls in REGISTRY.items() if cls.capturable), "gar+switchaux+loss_free")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 #: A power of two: the captured step keeps the rate in float32.

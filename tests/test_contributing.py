@@ -38,11 +38,11 @@ def test_a_plugin_with_a_method_and_a_metric_trains_and_is_reported(tmp_path: Pa
     command = [sys.executable, "-c", "from gar.cli import main; main()"]
     subprocess.run([*command, "train", str(tmp_path / "own.yaml"), "--out", str(out)], check=True)
     result = json.loads((out / "result.json").read_text())
-    assert result["method"] == "router_z"
+    assert result["method"] == "router_entropy"
     assert result["routing"]["top_share"] == max(result["routing"]["load"])
     subprocess.run([*command, "report", str(out), "--out", str(tmp_path / "report")], check=True)
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Router z-loss" in page
+    assert "Router entropy" in page
     assert "largest load" in page
 
 

@@ -21,19 +21,26 @@ import gar
 from gar.config import build
 from gar.errors import UserError
 from gar.methods import (
+    COMPARED,
     GAR,
     REGISTRY,
     STGC,
     Baseline,
     CAGrad,
     Choices,
+    Combined,
+    GlobalBalance,
     GradientCombination,
     LoadPenalty,
+    LossFreeBias,
     Method,
     MethodState,
     Pass,
+    RouterZLoss,
+    SimBal,
     STGCLoad,
     SwitchAux,
+    TaskInformation,
     TorchJD,
     Update,
     _rows,
@@ -85,8 +92,23 @@ METHODS: dict[str, Method] = {
     "cagrad": CAGrad(c=0.4),
     "cagrad long": CAGrad(c=0.9, inner_learning_rate=1.0, inner_steps=40),
     "torchjd mean": TorchJD(aggregator="Mean"),
+    "zloss": RouterZLoss(coefficient=0.4),
+    "loss_free": LossFreeBias(speed=0.1),
+    "global_balance": GlobalBalance(coefficient=0.4),
+    "task_information": TaskInformation(coefficient=0.4),
+    "simbal": SimBal(coefficient=0.4),
+    "both: gar, zloss": Combined(parts=(GAR(coefficient=0.3), RouterZLoss(coefficient=0.4))),
+    "both: gar, switchaux": Combined(parts=(GAR(coefficient=0.3), SwitchAux(coefficient=0.4))),
+    "both: cagrad, switchaux, simbal": Combined(
+        parts=(CAGrad(c=0.4), SwitchAux(coefficient=0.4), SimBal(coefficient=0.2))
+    ),
 }
-ROUTER_ONLY = (*(name for name in METHODS if name.startswith("gar")), "loadpen")
+ROUTER_ONLY = (
+    *(name for name in METHODS if name.startswith("gar")),
+    *("loadpen", "zloss", "global_balance", "task_information", "both: gar, zloss"),
+)
+#: They leave the gradients of an update as they are.
+WITHOUT_TERMS = ("baseline", "torchjd mean", "loss_free")
 SCALED = ("gar unit", "gar task_scale")
 CASES = [
     pytest.param(site, method, id=f"{site}-{method}")
@@ -174,6 +196,9 @@ def task_loss(twin: Twin, out: TwinOutput) -> Tensor:
 
 def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Tensor:
     """What the method adds to the task loss, as a float64 function of the twin's parameters."""
+    if isinstance(method, Combined):
+        parts = (auxiliary_loss(twin, out, g, part) for part in method.parts)
+        return sum(parts, start=torch.zeros((), dtype=torch.float64))
     batch = twin.batch
     sizes = [size for _, size in batch.sizes]
     detached = twin.gates_from_detached(out.x)
@@ -200,6 +225,16 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
         total = total + oracles.switchaux(
             gates, out.chosen, everything, out.unit_groups, u, method.coefficient, twin.top_k
         )
+    if isinstance(method, RouterZLoss):
+        total = total + method.coefficient * oracles.z_loss(logits_of(twin, out))
+    if isinstance(method, GlobalBalance):
+        total = total + method.coefficient * oracles.global_balance(logits_of(twin, out), out.chosen)
+    if isinstance(method, TaskInformation):
+        p = twin.group_probabilities(oracles.masked_softmax(logits_of(twin, out), 3))
+        tasks = [task for task, _ in batch.sizes]
+        total = total - method.coefficient * oracles.task_information(p, tasks, batch.v)
+    if isinstance(method, SimBal):
+        total = total + method.coefficient * oracles.simbal(twin.parameters[f"{twin.name}.router.weight"])
     return total
 
 
@@ -220,6 +255,10 @@ def stgc(twin: Twin, out: TwinOutput) -> tuple[Tensor, list[Tensor]]:
 
 
 def expected_gradients(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Gradients:
+    if isinstance(method, Combined) and isinstance(method.parts[0], CAGrad):
+        own_way = expected_gradients(twin, out, g, method.parts[0])
+        added = twin.gradients(auxiliary_loss(twin, out, g, method))
+        return {name: grad + added[name] for name, grad in own_way.items()}
     if isinstance(method, CAGrad):
         own = [twin.gradients(loss) for loss in out.losses]
         rows = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for grads in own])
@@ -242,7 +281,7 @@ def test_every_gradient_equals_the_derivation(site: str, method: str, backbone: 
     found = package_gradients(site, method, backbone)
     same(found, expected_gradients(twin, out, g, METHODS[method]))
     assert ("embedding.weight" in found) == backbone
-    if method not in ("baseline", "torchjd mean"):
+    if method not in WITHOUT_TERMS:
         added = difference(found, package_gradients(site, "baseline", backbone))
         assert largest(added, "router") > 1e-5, "a term that adds nothing would make this test empty"
 
@@ -295,13 +334,19 @@ def test_per_group_observation_gives_the_same_update(site: str) -> None:
         same(slow, package_gradients(site, "gar"))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("baseline", "torchjd mean")])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in WITHOUT_TERMS])
 def test_another_coefficient_gives_another_update(method: str) -> None:
     """A control for the tolerances: 1 % in the coefficient shows."""
     model, batch = model_and_batch("lora_ffn")
     chosen = METHODS[method]
-    key = "c" if isinstance(chosen, CAGrad) else "coefficient"
-    other = chosen.model_copy(update={key: 1.01 * getattr(chosen, key)})
+    if isinstance(chosen, Combined):
+        *first, last = chosen.parts
+        key = "coefficient"
+        last = last.model_copy(update={key: 1.01 * getattr(last, key)})
+        other: Method = Combined(parts=(*first, last))
+    else:
+        key = "c" if isinstance(chosen, CAGrad) else "coefficient"
+        other = chosen.model_copy(update={key: 1.01 * getattr(chosen, key)})
     assert (
         largest(difference(update_gradients(model, batch, other), package_gradients("lora_ffn", method)))
         > 1e-7
@@ -338,7 +383,9 @@ def test_padding_to_twice_the_length_changes_nothing(site: str, method: str) -> 
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
-@pytest.mark.parametrize(("site", "method"), [case for case in CASES if "entropy" not in case.id])
+@pytest.mark.parametrize(
+    ("site", "method"), [case for case in CASES if not ("entropy" in case.id or "both" in case.id)]
+)
 def test_scaling_the_loss(site: str, method: str, scale: float) -> None:
     """The added term scales with the square of the loss (GAR), not at all, or with it (combinations)."""
     model, batch = model_and_batch(site)
@@ -350,7 +397,7 @@ def test_scaling_the_loss(site: str, method: str, scale: float) -> None:
         else 2
         if method.startswith("gar")
         else 1
-        if method.startswith(("cagrad", "torchjd", "baseline"))
+        if method.startswith("cagrad") or method in WITHOUT_TERMS
         else 0
     )
     expected = {n: scale * plain[n] + scale**power * (unit[n] - plain[n]) for n in unit}
@@ -401,7 +448,13 @@ class TwoSites(nn.Module):
         return nn.functional.cross_entropy(logits, batch.labels, reduction="none")
 
 
-@pytest.mark.parametrize("method", ["gar", "gar entropy", "stgc", "loadpen", "switchaux", "stgc_load"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("gar", "gar entropy", "stgc", "loadpen", "switchaux", "stgc_load", "zloss", "global_balance"),
+        *("task_information", "simbal", "both: gar, switchaux"),
+    ],
+)
 def test_several_sites_add_up(method: str) -> None:
     second = (
         RoutedLoRA(4, 4, experts=2, top_k=1, rank=1)
@@ -508,6 +561,12 @@ ZERO: dict[str, Method] = {
     "loadpen": LoadPenalty(coefficient=0),
     "switchaux": SwitchAux(coefficient=0),
     "stgc_load": STGCLoad(coefficient=0, load_coefficient=0),
+    "zloss": RouterZLoss(coefficient=0),
+    "loss_free": LossFreeBias(speed=0),
+    "global_balance": GlobalBalance(coefficient=0),
+    "task_information": TaskInformation(coefficient=0),
+    "simbal": SimBal(coefficient=0),
+    "both": Combined(parts=(GAR(coefficient=0), SwitchAux(coefficient=0), LossFreeBias(speed=0))),
 }
 
 
@@ -885,7 +944,7 @@ def test_wrong_methods_are_one_clear_line(config: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, True, ["gar"], {"name": ["gar"]}, {"name": None}], ids=str)
+@pytest.mark.parametrize("value", [None, 3, True, ["gar"], "", {"name": ["gar"]}, {"name": None}], ids=str)
 def test_a_method_of_the_wrong_type_is_one_clear_line(value: Any) -> None:
     with pytest.raises(UserError, match="method") as caught:
         build({"method": value})
@@ -957,15 +1016,18 @@ def test_torchjd_names_its_install_line_when_absent(monkeypatch: pytest.MonkeyPa
 def test_methods_survive_their_own_configuration(name: str) -> None:
     method = METHODS[name]
     assert from_config(method.to_config()) == method
-    assert method.to_config()["name"] == method.name == type(method).name
+    assert method.to_config()["name"] == method.name
+    assert isinstance(method, Combined) or method.name == type(method).name
     with pytest.raises(ValueError, match="frozen"):
         method.name_of_no_field = 1  # type: ignore[attr-defined]
 
 
 def test_the_registry_holds_the_methods_of_the_paper() -> None:
     paper = {"baseline", "gar", "stgc", "loadpen", "switchaux", "stgc_load", "cagrad"}
-    assert set(REGISTRY) == paper | {"torchjd"}
-    for name in paper:
+    others = {"zloss", "loss_free", "global_balance", "task_information", "simbal"}
+    assert set(REGISTRY) == paper | others | {"torchjd"}
+    assert COMPARED == ("baseline", "gar", "switchaux"), "a comparison stays what it was"
+    for name in paper | others:
         assert from_config(name).name == name
         assert from_config(name).check(Choices("lora_ffn", 8, 4, 20)) is None
     assert from_config({}).name == "gar"
@@ -1205,7 +1267,8 @@ def test_label_style_and_part_in_comparisons_are_a_methods_own() -> None:
 def test_every_method_of_the_package_has_a_look_of_its_own() -> None:
     labels = [cls.label for cls in REGISTRY.values()]
     assert labels == [
-        "Baseline", "CAGrad", "GAR", "STGC", "LoadPen", "SwitchAux", "STGC+Load", "TorchJD"
+        "Baseline", "CAGrad", "GAR", "STGC", "LoadPen", "SwitchAux", "STGC+Load", "z-loss", "Loss-free bias",
+        "Global balance", "Task information", "SimBal", "TorchJD",
     ]  # fmt: skip
     styles = [cls.style for cls in REGISTRY.values() if cls.style is not None]
     assert len({color for color, _ in styles}) == len({marker for _, marker in styles}) == len(styles) == 7

@@ -102,6 +102,10 @@ VARIANTS: dict[str, Method] = {name: from_config(name) for name in METHODS} | {
     "gar_numerator": GAR(coefficient=0.5, objective="numerator_only"),
     "loadpen_strong": from_config({"name": "loadpen", "coefficient": 0.7}),
     "switchaux_strong": from_config({"name": "switchaux", "coefficient": 0.7}),
+    "gar+simbal+switchaux": from_config("gar+simbal+switchaux"),
+    "cagrad+zloss+switchaux": from_config(
+        {"name": "cagrad", "with": {"zloss": {"coefficient": 0.7}, "switchaux": {"coefficient": 0.7}}}
+    ),
     "direct": Direct(),
 }
 CASES = [

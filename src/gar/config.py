@@ -33,7 +33,7 @@ from pydantic import (
 )
 
 from gar.errors import UserError, nearest, path_kind, real_path, user_path
-from gar.methods import GAR, Choices, Method, from_config
+from gar.methods import GAR, Choices, Method, carried, from_config
 from gar.plugins import anchored_plugin, load_plugins
 
 __all__ = [
@@ -284,7 +284,7 @@ class Config(Section):
         """Refuse a method that cannot run with these experts and ``tasks`` tasks (None: not known yet)."""
         mixture, experts = self.mixture, self.experts
         groups = None if tasks is None else tasks * -(-mixture.batch_size // mixture.group_size)
-        choices = Choices(experts.site, experts.count, experts.top_k, groups)
+        choices = Choices(experts.site, experts.count, experts.top_k, groups, tasks)
         if problem := self.method.check(choices):
             raise UserError(f"method.name is {self.method.name}: {problem}")
 
@@ -307,16 +307,20 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any
 
 
 def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set ``tree[a][b] = value`` for ``"a.b"``. Naming another method drops the old one's coefficients."""
-    for section in ("method", "mixture"):
-        if isinstance(tree.get(section), str):  # the short form
-            tree[section] = {"name": tree[section]}
+    """Set ``tree[a][b] = value`` for ``"a.b"``.
+
+    Naming another method drops the old one's coefficients; ``gar+zloss`` after ``gar`` keeps those of gar.
+    """
+    for key in ("method", "mixture"):
+        if isinstance(tree.get(key), str):  # the short form
+            tree[key] = {"name": tree[key]}
     if dotted == "mixture" and isinstance(value, str):
         value = {**_mapping(tree.get("mixture")), "name": value, "tasks": []}
     if dotted == "method" and isinstance(value, str):
         dotted = "method.name"
-    if dotted == "method.name" and _mapping(tree.get("method")).get("name") != value:
-        tree["method"] = {}
+    section = _mapping(tree.get("method"))
+    if dotted == "method.name" and section.get("name") != value:
+        tree["method"] = carried(section, str(value))
     *parents, last = dotted.split(".")
     node = tree
     for i, key in enumerate(parents):

@@ -441,6 +441,69 @@ def switchaux(
 
 
 # --------------------------------------------------------------------------------------------------
+# Terms of other papers
+# --------------------------------------------------------------------------------------------------
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """ST-MoE's L_z of the units' logits [N,E]: 1/N sum_i (log sum_e exp z_ie)^2."""
+    total = torch.zeros((), dtype=torch.float64)
+    for z in _f64(logits):
+        partition = torch.zeros((), dtype=torch.float64)
+        for e in range(z.shape[0]):
+            partition = partition + torch.exp(z[e])
+        total = total + torch.log(partition) ** 2
+    return total / logits.shape[0]
+
+
+def global_balance(logits: Tensor, chosen: Tensor) -> Tensor:
+    """E sum_e f_e P_e: e's share of all selections, and the mean softmax of all units; [N,E] both."""
+    N, E = logits.shape
+    total = torch.zeros((), dtype=torch.float64)
+    for e in range(E):
+        share = sum(float(chosen[i, e]) for i in range(N)) / float(chosen.sum())
+        mass = torch.zeros((), dtype=torch.float64)
+        for i in range(N):
+            z = _f64(logits[i])
+            mass = mass + torch.exp(z[e]) / torch.exp(z).sum()
+        total = total + E * share * mass / N
+    return total
+
+
+def task_information(P: Tensor, tasks: Sequence[int], v: Sequence[float]) -> Tensor:
+    """I(T;E) = sum_te P(t,e) log(P(t,e) / (P(t) P(e))), P(t,e) = sum_{m of t} v_m P_me; 0 log 0 = 0."""
+    P, E = _f64(P), P.shape[1]
+    joint = {(t, e): torch.zeros((), dtype=torch.float64) for t in set(tasks) for e in range(E)}
+    for m, t in enumerate(tasks):
+        for e in range(E):
+            joint[t, e] = joint[t, e] + v[m] * P[m, e]
+    total = torch.zeros((), dtype=torch.float64)
+    for (t, e), both in joint.items():
+        of_task = sum(joint[t, other] for other in range(E))
+        of_expert = sum(joint[other, e] for other in set(tasks))
+        if float(both.detach()) > 0:
+            total = total + both * torch.log(both / (of_task * of_expert))
+    return total
+
+
+def simbal(weight: Tensor) -> Tensor:
+    """The sum of |<w_a, w_b> - [a = b]| over all ordered pairs of experts, rows of weight [E,d]."""
+    weight = _f64(weight)
+    total = torch.zeros((), dtype=torch.float64)
+    for a in range(weight.shape[0]):
+        for b in range(weight.shape[0]):
+            total = total + ((weight[a] * weight[b]).sum() - float(a == b)).abs()
+    return total
+
+
+def bias_step(bias: Sequence[float], chosen: Tensor, speed: float) -> list[float]:
+    """Loss-free balancing: b_e + u sign(mean load - load_e), loads from the selections [N,E]."""
+    loads = [sum(float(chosen[i, e]) for i in range(chosen.shape[0])) for e in range(chosen.shape[1])]
+    mean = sum(loads) / len(loads)
+    return [b + speed * ((mean > load) - (mean < load)) for b, load in zip(bias, loads, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------
 # STGC, adapted (section 5)
 # --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from gar.cli.options import (
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
 from gar.errors import UserError, path_kind
-from gar.presets.catalogue import METHOD_FIELDS, resolve_config
+from gar.presets.catalogue import is_searched, resolve_config
 from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import GpuUse, LocalExecutor, fitting_jobs
@@ -117,8 +117,8 @@ def _comparisons(
     for setting, mixture in dict.fromkeys((setting, mixture) for setting, mixture, _ in suite.cells()):
         if not (wanted := methods):
             own = suite.methods(setting, mixture)
-            wanted = [name for name in own if name in METHOD_FIELDS]
-            if passed := [name for name in own if name not in METHOD_FIELDS]:
+            wanted = [name for name in own if is_searched(name)]
+            if passed := [name for name in own if not is_searched(name)]:
                 print(f"{setting}/{mixture}: not searched, no ranges: {', '.join(passed)}", file=sys.stderr)
         yield Wanted(setting, mixture, wanted, _suite_bases(suite, setting, mixture))
 

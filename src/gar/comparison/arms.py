@@ -10,8 +10,8 @@ from typing import Any
 from gar.config import Config, build, set_key
 from gar.data import identity
 from gar.data.load import resolve
-from gar.errors import UserError, one_of
-from gar.methods import COMPARED, REFERENCE, REGISTRY
+from gar.errors import UserError
+from gar.methods import COMPARED, REFERENCE, REGISTRY, check_name, label_of
 from gar.runs.directory import first_difference
 from gar.runs.files import read_json, write_json
 from gar.runs.names import path_part
@@ -43,7 +43,7 @@ class Arms:
     @property
     def labels(self) -> dict[str, str]:
         """What readers call the methods."""
-        return {method: REGISTRY[method].label for method in self.trees}
+        return {method: label_of(method) for method in self.trees}
 
     def __len__(self) -> int:
         return len(self.trees) * len(self.seeds)
@@ -69,8 +69,7 @@ def make_arms(
     if not chosen:
         raise UserError(f"--methods names none; expected some of {', '.join(REGISTRY)}")
     for name in chosen:
-        if name not in REGISTRY:
-            raise one_of("--methods", name, REGISTRY)
+        check_name(name, "--methods")
     name, entries = resolve(config.mixture)
     selection = config.evaluation.selection or SELECTION
     trees = {}

@@ -10,19 +10,29 @@ from pydantic import ValidationError
 
 from gar.errors import UserError, nearest, one_of
 from gar.methods._rows import GradientCombination
-from gar.methods.base import Choices, Method, MethodState
+from gar.methods.base import Choices, Method, MethodState, Range
 from gar.methods.baseline import Baseline
 from gar.methods.cagrad import CAGrad
+from gar.methods.combined import JOIN, WITH, Combined, carried, joined_label
 from gar.methods.gar import GAR
+from gar.methods.global_balance import GlobalBalance
 from gar.methods.load_penalty import LoadPenalty
+from gar.methods.loss_free import LossFreeBias
+from gar.methods.router_z import RouterZLoss
+from gar.methods.simbal import SimBal
 from gar.methods.stgc import STGC
 from gar.methods.stgc_load import STGCLoad
 from gar.methods.switch_aux import SwitchAux
+from gar.methods.task_information import TaskInformation
 from gar.methods.torchjd import TorchJD
 from gar.methods.update import GroupWeights, Pass, PassSite, Share, Update, UpdateSite
 
 REGISTRY: dict[str, type[Method]] = {
-    cls.name: cls for cls in (Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad, TorchJD)
+    cls.name: cls
+    for cls in (
+        *(Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad),  # the paper's, in its order
+        *(RouterZLoss, LossFreeBias, GlobalBalance, TaskInformation, SimBal, TorchJD),
+    )
 }
 
 #: The method that every other is compared with, and the one that is set against every other.
@@ -62,28 +72,83 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 def from_config(value: str | Mapping[str, Any]) -> Method:
-    """``"gar"`` or ``{"name": "gar", "coefficient": 1e-3}`` to a method."""
+    """``"gar"`` or ``{"name": "gar", "coefficient": 1e-3}`` to a method.
+
+    ``"gar+zloss"``, or ``{"name": "gar", "with": {"zloss": {"coefficient": 0.01}}}``, to their combination.
+    """
     if not isinstance(value, str | Mapping):
         raise UserError(
             f"method is {value!r}; expected a name or a mapping with the key name, e.g. {{name: gar}}"
         )
     fields = {"name": value} if isinstance(value, str) else dict(value)
-    name = fields.pop("name", "gar")
-    if not isinstance(name, str) or name not in REGISTRY:
-        raise one_of("method.name", name, REGISTRY)
+    name = fields.pop("name", PROPOSED)
+    first, *others = check_name(name, "method.name")
+    below = _below(fields.pop(WITH, None))
+    parts = {first: fields, **{other: below.pop(other, {}) for other in others}}
+    for other, own in below.items():
+        if other in parts:
+            raise UserError(f"method.{WITH} names {other}, which is the method itself; expected another one")
+        parts[other] = own
+    check_name(JOIN.join(parts), f"method.{WITH}")
+    made = [
+        _method(part, own, "method" if part == first else f"method.{WITH}.{part}")
+        for part, own in parts.items()
+    ]
+    return made[0] if len(made) == 1 else Combined(parts=tuple(made))
+
+
+def check_name(name: object, where: str) -> list[str]:
+    """The registered methods that a name stands for: one, or the several that it joins by +."""
+    parts = name.split(JOIN) if isinstance(name, str) else []
+    if not parts:
+        raise one_of(where, name, REGISTRY)
+    for part in parts:
+        if part not in REGISTRY:
+            raise one_of(where, part, REGISTRY)
+        if len(parts) > 1 and REGISTRY[part].reference:
+            raise UserError(f"{where} is {name!r}: {part} adds nothing to another; expected the others alone")
+        if parts.count(part) > 1:
+            raise UserError(f"{where} is {name!r}: {part} stands there twice; expected distinct methods")
+    return parts
+
+
+def label_of(name: str) -> str:
+    """What tables call a method, or several joined by +; the name itself of one that is not registered."""
+    return joined_label([REGISTRY[part].label if part in REGISTRY else part for part in name.split(JOIN)])
+
+
+def _below(others: object) -> dict[str, Any]:
+    """The section ``with``: names, or a mapping from names to hyper-parameters."""
+    if isinstance(others, str):
+        others = [others]
+    if isinstance(others, list | tuple) and all(isinstance(name, str) for name in others):
+        return {name: {} for name in others}
+    if others is None:
+        return {}
+    if isinstance(others, Mapping) and all(
+        own is None or isinstance(own, Mapping) for own in others.values()
+    ):
+        return {str(name): dict(own or {}) for name, own in others.items()}
+    raise UserError(
+        f"method.{WITH} is {others!r}; expected names, or a mapping like {{zloss: {{coefficient: 0.01}}}}"
+    )
+
+
+def _method(name: str, fields: Mapping[str, Any], where: str) -> Method:
+    """One method of its hyper-parameters, which stand at the key ``where``."""
     cls = REGISTRY[name]
     for key in fields:
         if key not in cls.model_fields:
             known = ", ".join(cls.model_fields) or "none"
             raise UserError(
-                f"unknown key 'method.{key}' for method {name}; its keys: {known}"
+                f"unknown key '{where}.{key}' for method {name}; its keys: {known}"
                 f"{nearest(key, cls.model_fields)}"
             )
     try:
         return cls(**fields)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(["method", *map(str, problem["loc"])])
+        key = ".".join([where, *map(str, problem["loc"])])
         raise UserError(
             f"{key} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
         ) from None
@@ -92,26 +157,38 @@ def from_config(value: str | Mapping[str, Any]) -> Method:
 __all__ = [
     "COMPARED",
     "GAR",
+    "JOIN",
     "PROPOSED",
     "REFERENCE",
     "REGISTRY",
     "STGC",
+    "WITH",
     "Baseline",
     "CAGrad",
     "Choices",
+    "Combined",
+    "GlobalBalance",
     "GradientCombination",
     "GroupWeights",
     "LoadPenalty",
+    "LossFreeBias",
     "Method",
     "MethodState",
     "Pass",
     "PassSite",
+    "Range",
+    "RouterZLoss",
     "STGCLoad",
     "Share",
+    "SimBal",
     "SwitchAux",
+    "TaskInformation",
     "TorchJD",
     "Update",
     "UpdateSite",
+    "carried",
+    "check_name",
     "from_config",
+    "label_of",
     "register",
 ]

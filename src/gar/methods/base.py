@@ -14,8 +14,9 @@ An update runs in passes, each one forward of whole same-task groups; all passes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -36,6 +37,16 @@ class Choices:
     top_k: int
     #: Groups of a full update; None where the tasks are not known yet.
     groups: int | None
+    #: Tasks of the mixture; None likewise.
+    tasks: int | None = None
+
+
+class Range(NamedTuple):
+    """Between which limits, and on which scale, `gar search` varies a hyper-parameter."""
+
+    low: float
+    high: float
+    scale: Literal["log", "linear"] = "log"
 
 
 class Method(BaseModel):
@@ -53,6 +64,8 @@ class Method(BaseModel):
     proposed: ClassVar[bool] = False
     #: Whether a comparison has it where nothing else is asked for.
     compared: ClassVar[bool] = False
+    #: Fields that `gar search` varies beside the learning rate, and between which limits.
+    ranges: ClassVar[Mapping[str, Range]] = {}
     #: Whether it needs every group's gradient in all parameters (:attr:`Pass.whole` in its own backward).
     whole_gradients: ClassVar[bool] = False
 

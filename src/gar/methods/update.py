@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -88,6 +88,18 @@ class PassSite:
         chosen = self.routing.selected.long()
         return self.weights.grouping.sum(chosen.flatten(1, -2).sum(1) if chosen.dim() > 2 else chosen)
 
+    def unit_sums(self, values: Callable[[Routing], Tensor]) -> Tensor:
+        """Sums [M, ...] over each group's valid units of ``values(routing)`` [..., *].
+
+        The routing is that of detached inputs: differentiable in the router alone.
+        """
+        routing = self.detached_routing()
+        found, mask = values(routing), routing.mask
+        if mask is not None:
+            found = found.masked_fill(~mask.reshape(*mask.shape, *[1] * (found.dim() - mask.dim())), 0)
+        units = routing.gates.dim() - 1
+        return self.weights.grouping.sum(found.flatten(1, units - 1).sum(1) if units > 1 else found)
+
     def gradients(self) -> Tensor:
         """``g_m`` [M, d], detached."""
         if self.rows is None:
@@ -123,6 +135,10 @@ class Pass:
     ) -> Pass:
         sites = [] if observed is None else [PassSite(site, weights) for site in observed.sites]
         return cls(losses, weights, parameters, sites, {} if scratch is None else scratch, state, whole)
+
+    def seen_with(self, state: Any) -> Pass:
+        """The same pass for a method that keeps another state."""
+        return replace(self, state=state)
 
     @property
     def task_loss(self) -> Tensor:
@@ -261,6 +277,14 @@ class UpdateSite:
         """How often the update's forwards chose each expert in each group, int64 [M, E]."""
         return self._update.gathered([part.selections() for part in self.parts])
 
+    def unit_sums(self, values: Callable[[Routing], Tensor]) -> Tensor:
+        """Sums [M, ...] over the valid units of all groups; see :class:`PassSite`."""
+        return self._update.gathered([part.unit_sums(values) for part in self.parts])
+
+    def unit_count(self) -> Tensor:
+        """Valid units of the whole update, a scalar of 1 or more."""
+        return (self.selections().sum() // self.bank.router.top_k).clamp(min=1)
+
 
 def over(rows: Tensor, scale: Tensor | None) -> Tensor:
     """``rows`` [M, d] over ``scale`` [M], in the rows' dtype; 1 stands for a scale of 0."""
@@ -292,6 +316,12 @@ class Update:
 
     def __post_init__(self) -> None:
         self._gathered: list[Tensor] = []
+
+    def seen_with(self, state: Any) -> Update:
+        """The same update for a method that keeps another state."""
+        other = replace(self, state=state)
+        other._gathered = self._gathered  # one backward brings the losses of all methods back
+        return other
 
     @property
     def sites(self) -> list[UpdateSite]:
@@ -345,6 +375,11 @@ class Update:
         if self.share is not None:
             return torch.tensor(self.share.tasks, device=self.zero.device)
         return torch.cat([each.weights.tasks for each in self.passes])
+
+    @property
+    def task_weights(self) -> Tensor:
+        """``v_m`` [M] of all groups."""
+        return self.gathered([each.weights.task_weights for each in self.passes])
 
     @property
     def task_count(self) -> int:

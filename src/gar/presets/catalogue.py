@@ -29,6 +29,7 @@ from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
 from gar.data.registry import find_mixture, find_task, is_task, registry
 from gar.errors import UserError, nearest, path_kind
+from gar.methods import JOIN, REGISTRY, WITH
 from gar.presets import paper
 
 Tree = dict[str, Any]
@@ -53,13 +54,33 @@ METHOD_FIELDS: Mapping[str, Mapping[str, str]] = {
 
 
 def searched(method: str) -> dict[str, str]:
-    """Configuration keys that the paper selects for a method, and their columns in its tables.
+    """Configuration keys that are selected for a method, and what they are called.
+
+    In the paper's methods that is what the paper selects, by the columns of its tables; in others what their
+    ``ranges`` name.
 
     >>> searched("gar")["method.coefficient"]
     'lambda_align'
+    >>> searched("gar+zloss")["method.with.zloss.coefficient"]
+    'zloss.coefficient'
     """
-    own = {f"method.{field}": column for field, column in METHOD_FIELDS[method].items()}
+    own: dict[str, str] = {}
+    for part in (parts := method.split(JOIN)):
+        section = "method" if part == parts[0] else f"method.{WITH}.{part}"
+        own |= {f"{section}.{field}": column for field, column in _columns(part).items()}
     return {**own, **OPTIMIZER_FIELDS}
+
+
+def is_searched(method: str) -> bool:
+    """Whether there are ranges to search a method in."""
+    return all(part in METHOD_FIELDS or _columns(part) for part in method.split(JOIN))
+
+
+def _columns(method: str) -> Mapping[str, str]:
+    if method in METHOD_FIELDS:
+        return METHOD_FIELDS[method]
+    ranges = REGISTRY[method].ranges if method in REGISTRY else {}
+    return {field: f"{method}.{field}" for field in ranges}
 
 
 @dataclass(frozen=True)

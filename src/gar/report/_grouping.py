@@ -28,7 +28,7 @@ import pandas as pd
 
 from gar.config import flat, result_only
 from gar.data.registry import registry
-from gar.methods import REGISTRY
+from gar.methods import WITH, label_of
 from gar.runs import Run, State
 
 VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks"}
@@ -55,11 +55,6 @@ def name_runs(runs: Iterable[Run]) -> dict[Run, Names]:
     return {run: Names(settings[run], mixtures[run], variants[run]) for run in ordered}
 
 
-def method_label(name: str) -> str:
-    """The method's label, or the name of one that is not registered here."""
-    return REGISTRY[name].label if name in REGISTRY else name
-
-
 def method_of(run: Run) -> str:
     return str((run.config.get("method") or {}).get("name") or run.result.get("method") or "?")
 
@@ -77,7 +72,8 @@ def mixture_of(run: Run) -> str:
 
 def hyperparameters(run: Run) -> dict[str, Any]:
     """The method's own keys and the learning rate: what a search varies."""
-    own = {key: value for key, value in (run.config.get("method") or {}).items() if key != "name"}
+    own = flat(run.config.get("method") or {})
+    own = {key.removeprefix(f"{WITH}."): value for key, value in own.items() if key != "name"}
     return {**own, "learning_rate": (run.config.get("optimizer") or {}).get("learning_rate")}
 
 
@@ -154,7 +150,7 @@ def _name_variants(
         defining = _defining(cells[setting, method, mixtures[run]])
         keys = varied[setting, method] | _differing([values, *map(hyperparameters, defining)])
         told = [f"{SYMBOLS.get(key, key)}={_short(values[key])}" for key in values if key in keys]
-        named[run] = " ".join([method_label(method), *told])
+        named[run] = " ".join([label_of(method), *told])
     return named
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 
 from gar.config import MixtureConfig
 from gar.data.load import resolve
-from gar.methods import COMPARED, PROPOSED, REFERENCE, REGISTRY
+from gar.methods import COMPARED, PROPOSED, REFERENCE, label_of
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
 from gar.report.verdict import LEAST_SEEDS, ROUNDING
@@ -168,7 +168,7 @@ def differences(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
 
 def label(method: str) -> str:
     """The label of a registered method, else the suite's name for it."""
-    return REGISTRY[method].label if method in REGISTRY else method
+    return label_of(method)
 
 
 def verdict(name: str, found: Difference, other: str = "Baseline") -> str:

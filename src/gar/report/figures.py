@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from gar.errors import one_of
 from gar.evaluation.findings import BALANCED, INFORMATION
+from gar.methods import label_of
 from gar.metrics import METRICS, OBJECTIVES, Metric
 from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
@@ -396,7 +397,7 @@ def _curves(results: Results, setting: str) -> dict[str, dict[float, str]]:
     found = {key: dict(sorted(curve.items())) for key, curve in found.items() if len(curve) > 1}
     methods = [method for method, _ in found]
     return {
-        grouping.method_label(method) + ("" if methods.count(method) == 1 else f" ({rest})"): curve
+        label_of(method) + ("" if methods.count(method) == 1 else f" ({rest})"): curve
         for (method, rest), curve in found.items()
     }
 

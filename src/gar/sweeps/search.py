@@ -30,9 +30,10 @@ import yaml
 from gar import config as configuration
 from gar.config import set_key
 from gar.data.load import resolve
-from gar.errors import UserError, one_of
+from gar.errors import UserError
+from gar.methods import REGISTRY, check_name
 from gar.presets import paper
-from gar.presets.catalogue import searched
+from gar.presets.catalogue import is_searched, searched
 from gar.runs import DamagedFile, State, read_result, state_of
 from gar.runs.files import read_json, write_json, write_text
 from gar.runs.names import FAILURE
@@ -114,17 +115,31 @@ class Space:
 
 
 def space(method: str) -> Space:
-    """The search space of a method, from the packaged protocol."""
+    """The search space of a method: from the packaged protocol, or from the ranges that a class declares.
+
+    Methods that are joined by + are searched together: the learning rate, then what each has of its own.
+    """
     protocol = paper.hpo()
-    if method not in protocol["methods"]:
-        raise one_of("--method", method, protocol["methods"])
-    coordinates = []
-    for name in protocol["methods"][method]["free"]:
-        entry = protocol["coordinates"][name]
-        coordinates.append(Coordinate(name, entry["low"], entry["high"], entry["scale"], entry["candidates"]))
+    parts = check_name(method, "--method")
+    if not is_searched(method):
+        lacking = next(part for part in parts if not is_searched(part))
+        raise UserError(
+            f"--method {method}: {lacking} has no ranges to search in; expected some in its class"
+        )
+    coordinates: dict[str, Coordinate] = {}
+    for part in parts:
+        cls = REGISTRY[part]
+        free = protocol["methods"].get(part, {"free": ["learning_rate"]})["free"]
+        found = {name: protocol["coordinates"][name] for name in free}
+        if part not in protocol["methods"]:
+            common = {"candidates": found["learning_rate"]["candidates"]}
+            found |= {f"{part}.{field}": {**own._asdict(), **common} for field, own in cls.ranges.items()}
+        for name, entry in found.items():
+            limits = (entry["low"], entry["high"], entry["scale"], entry["candidates"])
+            coordinates.setdefault(name, Coordinate(name, *limits))
     inherited = [] if method == "baseline" else protocol["inherited_from_baseline"]
     keys = {column: key for key, column in searched(method).items()}
-    return Space(method, tuple(coordinates), keys, tuple(inherited))
+    return Space(method, tuple(coordinates.values()), keys, tuple(inherited))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gar.config import flat
 from gar.errors import UserError, path_errors, path_kind
 from gar.methods import from_config
 from gar.metrics import METRICS
-from gar.presets.catalogue import METHOD_FIELDS
+from gar.presets.catalogue import searched
 from gar.runs import Run, State, find_runs, read_run
 from gar.runs.files import read_json, write_text
 from gar.sweeps.store import RECORD
@@ -216,8 +216,8 @@ def _own(method: Mapping[str, Any]) -> dict[str, Any]:
     """The method's searched keys, and those that are not its defaults."""
     given = flat({key: value for key, value in method.items() if key != "name"})
     usual = flat(from_config(method["name"]).to_config())
-    searched = METHOD_FIELDS.get(method["name"], {})
-    return {key: value for key, value in given.items() if key in searched or value != usual.get(key)}
+    own = {key.removeprefix("method.") for key in searched(method["name"])}
+    return {key: value for key, value in given.items() if key in own or value != usual.get(key)}
 
 
 def _key(line: Line) -> tuple[str, ...]:

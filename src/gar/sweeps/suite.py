@@ -309,13 +309,12 @@ class Suite:
             raise UserError(f"--chosen: no choice for {'/'.join(cell)} in {directory}")
         choice, method = _choice(path), base["method"]["name"]
         by_name = isinstance((self.file.methods or {}).get(cell[2], cell[2]), str)
-        own = by_name and method == choice["method"].get("name") and method in presets.METHOD_FIELDS
-        tree = copy.deepcopy(base)
+        own = by_name and method == choice["method"].get("name") and presets.is_searched(method)
+        tree, chosen = copy.deepcopy(base), configuration.flat(choice)
         for dotted in presets.searched(method) if own else presets.OPTIMIZER_FIELDS:
-            section, key = dotted.split(".")
-            if key not in choice[section]:
+            if dotted not in chosen:
                 raise UserError(f"{path}: has no {dotted}; expected a file that `gar search` wrote")
-            tree[section][key] = choice[section][key]
+            set_key(tree, dotted, chosen[dotted])
         tree["preset"] = None  # it is no longer the published row
         return tree
 

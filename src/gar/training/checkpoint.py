@@ -146,10 +146,14 @@ def align(
 
 
 def state_tensors(kept: MethodState | None) -> dict[str, Tensor]:
-    """The tensors that a method keeps, by name, as they are (not copies)."""
+    """The tensors that a method keeps, by name, as they are (not copies); of several methods all of them."""
     if isinstance(kept, nn.Module):
         return dict(kept.state_dict(keep_vars=True))
-    return kept or {}
+    found: dict[str, Tensor] = {}
+    for name, value in (kept or {}).items():
+        own = {"": value} if isinstance(value, Tensor) else state_tensors(value)
+        found |= {f"{name}.{key}" if key else name: tensor for key, tensor in own.items()}
+    return found
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
