@@ -47,7 +47,7 @@ class Picture:
     @cached_property
     def pdf(self) -> bytes:
         """The drawing for papers; empty where there is none."""
-        return style.pdf(self.figure, laid_out=bool(self.svg)) if self.figure else b""
+        return style.pdf(self.figure, laid_out=self.drawn is not None) if self.figure else b""
 
 
 @dataclass(frozen=True)
