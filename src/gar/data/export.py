@@ -12,16 +12,19 @@ from gar.data.task import Mixture, Split, Task
 from gar.errors import UserError, path_errors
 from gar.runs.files import write_bytes
 
+#: How the columns of a planted task are called: as those of a task of one's own.
+_MADE = RegisteredTask(name="planted", labels=(), text=("text",), bigbench="none")
+
 
 def export(mixture: Mixture, out: Path) -> dict[Path, int]:
-    """Write ``OUT/<task>/{train,validation}.jsonl.gz`` of registered tasks; the files and their rows.
+    """Write ``OUT/<task>/{train,validation}.jsonl.gz`` of registered or planted tasks; the files, their rows.
 
     The rows are those that were loaded, in their order, under the task's own column names.
     Read again, they are the same examples. Equal content gives equal bytes on one version of zlib.
     """
     written = {}
     for task in mixture.tasks:
-        known = registry().tasks.get(task.name)
+        known = _MADE if task.cluster is not None else registry().tasks.get(task.name)
         if known is None or not all(isinstance(column, str) for column in known.text):
             raise UserError(
                 f"task {task.name!r}: cannot be exported; expected a registered one whose texts are columns"
