@@ -160,13 +160,13 @@ class TaskConfig(Section):
 class PlantedConfig(Section):
     """Made-up tasks whose right grouping is known; see :func:`gar.data.planted`."""
 
-    clusters: int = Field(3, ge=1, le=CATEGORIES // PARTS, description="groups of tasks that share a rule")
-    tasks_per_cluster: int = Field(4, ge=1)
+    clusters: int = Field(6, ge=1, le=CATEGORIES // PARTS, description="groups of tasks that share a rule")
+    tasks_per_cluster: int = Field(2, ge=1)
     strength: float = Field(
         1.0, ge=0, le=1, description="share of the texts to which any two clusters give different labels"
     )
     train_examples: int = Field(240, ge=1, description="per task")
-    validation_examples: int = Field(120, ge=1, description="per task")
+    validation_examples: int = Field(240, ge=1, description="per task")
     seed: int = Field(0, ge=0, description="of the texts; that of weights and order is the run's own")
 
     @property

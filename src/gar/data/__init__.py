@@ -1,5 +1,5 @@
-"""Tasks and mixtures: labelled text from local files, the model hub, a directory of JSONL files or BIG-bench; or
-made up, with a known grouping (:func:`planted`).
+"""Tasks and mixtures: labelled text from local files, the model hub, a directory of JSONL files or BIG-bench.
+:func:`planted` makes one up, with a known grouping.
 
 ``gar.data.load("five", data_dir="data")`` reads a registered mixture; :func:`load_mixture` reads what a
 configuration names; :func:`check_mixture` says whether a mixture fits a model, :func:`identity` what its

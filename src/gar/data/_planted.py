@@ -3,11 +3,11 @@
 ``planted.yaml`` has the words. With C classes the categories in use form :data:`~gar.config.PARTS` parts of C
 categories each. In cluster c the j-th category of a part has label ``j``; in the first ``strength * PARTS``
 parts it has ``(j + c) mod C`` and, in every second of them, ``(j - c) mod C``. Any two clusters thus give
-different labels to a share ``strength`` of the texts, exactly, and the same to all others; the rules are alike
-in form, so that no cluster is harder than another. A rule is a table from categories to labels: where a frozen
-backbone separates the categories, one linear map can learn it, whatever the strength. No linear map can learn
-two rules, however well it reads the topics. Experts may divide the texts by category in place of topic, each
-with a map from topics to labels; with three clusters or more the two signs make them need more experts so.
+different labels to a share ``strength`` of the texts, exactly, and the same to all others; the rules are
+alike in form, so that no cluster is harder than another. A rule is a table from categories to labels: where a
+frozen backbone separates the categories, one linear map can learn it, whatever the strength. A linear map of
+topic and category apart cannot hold two rules. Experts may divide the texts by category in place of topic,
+each with a map from topics to labels; with three clusters or more the two signs make that need more experts.
 """
 
 from __future__ import annotations
@@ -97,19 +97,19 @@ def words() -> Words:
 
 
 def planted_tasks(section: PlantedConfig) -> tuple[PlantedTask, ...]:
-    """The tasks by cluster. Which topics they have, and so which clusters are neighbours, the seed decides."""
+    """The tasks by cluster. Which topics they have, the seed decides."""
     topics = _shuffled(list(words().topics), f"{PLANTED}/{section.seed}/topics")
     n = section.tasks_per_cluster
     return tuple(PlantedTask(topics[i], i // n, section) for i in range(section.clusters * n))
 
 
 def planted(
-    clusters: int = 3,
-    tasks_per_cluster: int = 4,
+    clusters: int = 6,
+    tasks_per_cluster: int = 2,
     strength: float = 1.0,
     *,
     train_examples: int = 240,
-    validation_examples: int = 120,
+    validation_examples: int = 240,
     seed: int = 0,
     batch_size: int = 32,
     group_size: int = 8,

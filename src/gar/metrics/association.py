@@ -133,7 +133,8 @@ def main_expert(shares: Values) -> NDArray[np.int64]:
     >>> main_expert([[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]).tolist()
     [0, 1, 0]
     """
-    return non_negative(shares, "shares", "T", "E").argmax(1)
+    main: NDArray[np.int64] = non_negative(shares, "shares", "T", "E").argmax(1)
+    return main
 
 
 def recovery(shares: Values, clusters: Values) -> float:
@@ -144,8 +145,8 @@ def recovery(shares: Values, clusters: Values) -> float:
     uses does not show. Range: -0.5 to 1 (every group has an expert of its own, or several groups of equal
     number do), expectation 0 when the tasks are dealt to the experts at random. Not in the paper.
 
-    Degenerate: one cluster or one used expert gives 0. Where every task is a cluster of its own the value is 1
-    if every task has its own main expert, else 0.
+    Degenerate: one cluster or one used expert gives 0. Where every task is a cluster of its own the value is
+    1 if every task has its own main expert, else 0.
 
     >>> recovery([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.0, 1.0]], [0, 0, 1, 1])
     1.0
@@ -157,8 +158,8 @@ def recovery_chance(shares: Values, clusters: Values, draws: int = 999, seed: in
     """What :func:`recovery` exceeds once in twenty times when the tasks are dealt to the experts anew.
 
     The 95 % quantile (the next greater value) over ``draws`` shufflings of the clusters among the tasks: the
-    numbers of tasks of an expert stay. Range: 0 to 1; the mean over shufflings is 0 whatever it is. Not in the
-    paper. Degenerate: as :func:`recovery`.
+    numbers of tasks of an expert stay. Range: -0.5 to 1; the mean over shufflings is 0. Not in the paper.
+    Degenerate: as :func:`recovery`.
 
     >>> recovery_chance([[1, 0], [1, 0], [0, 1], [0, 1]], [0, 0, 1, 1])  # one of three pairings is the truth
     1.0
@@ -190,10 +191,11 @@ def recovery_ceiling(clusters: Values, experts: int) -> float:
 def cluster_mixing(shares: Values, clusters: Values) -> float:
     """Share of an expert's routing that is of other clusters, averaged over the routing of all tasks.
 
-    ``1 - sum_e sum_c m_ce^2 / sum_c m_ce / sum m`` with ``m_ce`` the sum of ``shares`` [T, E] over the tasks of
-    cluster c (``clusters`` [T]). Unlike :func:`recovery` it sees all of a task's routing, and does not mind a
-    cluster with several experts. Range: 0 (every expert serves one cluster) to ``1 - 1/K``, which routing that
-    knows nothing of equal clusters has. Not in the paper. Degenerate: one cluster, or no routing, gives 0.
+    ``1 - sum_e (sum_c m_ce^2 / sum_c m_ce) / sum_ce m_ce``, with ``m_ce`` the sum of ``shares`` [T, E] over
+    the tasks of cluster c (``clusters`` [T]). Unlike :func:`recovery` it sees all of a task's routing, and
+    does not mind a cluster with several experts. Range: 0 (every expert serves one cluster) to ``1 - 1/K``,
+    which routing that knows nothing of equal clusters has. Not in the paper. Degenerate: one cluster, or no
+    routing, gives 0.
 
     >>> cluster_mixing([[1, 0, 0], [0, 1, 0], [0, 0, 1]], [0, 0, 1]), cluster_mixing([[1, 1], [1, 1]], [0, 1])
     (0.0, 0.5)

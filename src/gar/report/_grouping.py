@@ -4,8 +4,9 @@
 when their configurations agree in all keys but
 
 * ``seed``, ``method`` and ``optimizer.learning_rate`` (what methods and their searches vary);
-* ``mixture.name``, ``mixture.tasks`` and ``mixture.planted`` (a setting has several mixtures; they are kept apart inside it, and
-  so are those of one name with other tasks or other data, by the digests in environment.json);
+* ``mixture.name``, ``mixture.tasks`` and ``mixture.planted`` (a setting has several mixtures; they are kept
+  apart inside it, and so are those of one name with other tasks or other data, by the digests in
+  environment.json);
 * ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for
   each mixture - but where one mixture has runs with different values, they are different settings too, and
   so are runs on splits of different sizes;
