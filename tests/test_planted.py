@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -57,7 +59,8 @@ def test_clusters_disagree_on_exactly_this_share_and_tasks_of_one_agree(
     sizes = {"train_examples": 4 * 60, "validation_examples": 4 * 60}
     mixture = planted(clusters, 2, strength, **sizes)
     truth = mixture.clusters
-    assert truth is not None and sorted(truth.values()) == [c for c in range(clusters) for _ in range(2)]
+    assert truth is not None
+    assert sorted(truth.values()) == [c for c in range(clusters) for _ in range(2)]
     for a, b in itertools.combinations(mixture.tasks, 2):
         first, second = rule(a), rule(b)
         assert first.keys() == second.keys()
@@ -74,7 +77,8 @@ def test_labels_are_balanced_and_splits_have_no_text_in_common(clusters: int) ->
     mixture.check()
     classes = max(2, clusters)
     for task in mixture.tasks:
-        assert len(task.labels) == classes and overlap(task) == 0
+        assert len(task.labels) == classes
+        assert overlap(task) == 0
         for split in (task.train, task.validation):
             assert len(set(split.texts)) == len(split) == 240
             assert set(Counter(split.labels.tolist()).values()) == {240 // classes}
@@ -133,7 +137,8 @@ def test_there_are_words_for_all_that_the_configuration_allows() -> None:
 def test_wrong_arguments_are_one_line(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         planted(**arguments)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------------- configuration
@@ -144,17 +149,22 @@ def test_a_mixture_section_names_what_python_makes() -> None:
     config = build({"mixture": {"planted": section, "batch_size": 4}})
     made = planted(2, 3, 0.25, seed=5, batch_size=4)
     loaded = load_mixture(config.mixture)
-    assert loaded.fingerprint() == made.fingerprint() and loaded.name == made.name == "planted"
+    assert loaded.fingerprint() == made.fingerprint()
+    assert loaded.name == made.name == "planted"
     assert (loaded.clusters, loaded.batch_size) == (made.clusters, 4)
     named = load_mixture(MixtureConfig.model_validate({"name": "mine", "planted": section, "batch_size": 4}))
     assert (named.name, named.fingerprint()) == ("mine", made.fingerprint())
     assert load("Planted").fingerprint() == planted().fingerprint()
-    assert build({"mixture": "planted"}).mixture == build({"mixture": {"planted": {}, "name": "planted"}}).mixture
+    assert (
+        build({"mixture": "planted"}).mixture
+        == build({"mixture": {"planted": {}, "name": "planted"}}).mixture
+    )
     assert build(config.to_dict()) == config
     assert config.override(["mixture.planted.strength=1"]).mixture.planted.strength == 1  # type: ignore[union-attr]
     assert "planted" not in config.override(["mixture=five"]).to_dict()["mixture"]
     digests = identity(config.mixture)
-    assert list(digests) == [task.name for task in made.tasks] and len(set(digests.values())) == 6
+    assert list(digests) == [task.name for task in made.tasks]
+    assert len(set(digests.values())) == 6
     assert identity(config.override(["mixture.planted.strength=1"]).mixture) != digests
 
 
@@ -182,7 +192,8 @@ def test_the_data_commands_see_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     backbone = f"backbone.name={world / 'bert'}"
     assert run(["data", "check", "planted", backbone, "mixture.planted.clusters=2", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert len(found["tasks"]) == 4 and all(task["overlap"] == 0 for task in found["tasks"])
+    assert len(found["tasks"]) == 4
+    assert all(task["overlap"] == 0 for task in found["tasks"])
     small = ["mixture.planted.clusters=1", "mixture.planted.tasks_per_cluster=1"]
     assert run(["data", "export", "planted", "--out", str(tmp_path / "files"), *small]) == 0
     (task,) = planted(1, 1).tasks
@@ -209,7 +220,8 @@ def slow_recovery(experts: list[int], clusters: list[int]) -> float:
 
 assignments = st.integers(2, 9).flatmap(
     lambda n: st.tuples(
-        st.lists(st.integers(0, 4), min_size=n, max_size=n), st.lists(st.integers(0, 4), min_size=n, max_size=n)
+        st.lists(st.integers(0, 4), min_size=n, max_size=n),
+        st.lists(st.integers(0, 4), min_size=n, max_size=n),
     )
 )
 
@@ -277,9 +289,13 @@ def test_degenerate_groupings_have_a_value() -> None:
     assert metrics.recovery(even, [0, 0, 1, 1]) == metrics.recovery_chance(even, [0, 0, 1, 1]) == 0
     assert metrics.cluster_mixing(even, [0, 0, 1, 1]) == pytest.approx(0.5)
     own = np.eye(4)
-    assert metrics.recovery(own, [0, 0, 0, 0]) == 0 == metrics.recovery_ceiling([0, 0, 0, 0], 4)  # one cluster
+    assert (
+        metrics.recovery(own, [0, 0, 0, 0]) == 0 == metrics.recovery_ceiling([0, 0, 0, 0], 4)
+    )  # one cluster
     assert metrics.cluster_mixing(own, [0, 0, 0, 0]) == 0
-    assert metrics.recovery(own, [0, 1, 2, 3]) == 1 == metrics.recovery_ceiling([0, 1, 2, 3], 4)  # a task each
+    assert (
+        metrics.recovery(own, [0, 1, 2, 3]) == 1 == metrics.recovery_ceiling([0, 1, 2, 3], 4)
+    )  # a task each
     assert metrics.recovery_ceiling([0, 1, 2, 3], 3) == 0
     assert metrics.recovery([[1.0, 0.0]], [0]) == 0  # one task
     assert metrics.recovery(own[:, :1] + 1, [0, 0, 1, 1]) == 0 == metrics.recovery_ceiling([0, 0, 1, 1], 1)
@@ -340,18 +356,22 @@ def test_runs_tell_recovery_and_the_report_shows_it(tmp_path: Path) -> None:
     results = gar.results(tmp_path / "runs")
     first = results.cell(results.settings[0], "s1", results.variants(results.settings[0])[0])[0]
     routing = first.result["routing"]
-    assert routing["recovery_ceiling"] == 1 and -0.5 <= routing["recovery"] <= 1
+    assert routing["recovery_ceiling"] == 1
+    assert -0.5 <= routing["recovery"] <= 1
     assert 0 <= routing["cluster_mixing"] <= 1
     assert results.settings == [results.settings[0]]  # strengths are mixtures of one setting
     table = shown.frame(results)
-    assert len(table) == 12 and set(table["strength"]) == {0, 1}
+    assert len(table) == 12
+    assert set(table["strength"]) == {0, 1}
     (family,) = shown.families(table)
     assert [len(shown.lines(family, axis)) for axis in shown.AXES] == [2, 0, 1]
     figure = shown.figure(family)
-    assert figure is not None and len(figure.axes) >= 6
+    assert figure is not None
+    assert len(figure.axes) >= 6
     written = gar.report.write(results, tmp_path / "report")
     page = written["report.md"].read_text(encoding="utf-8")
-    assert "## Known groups of tasks" in page and "recovery by chance" in page
+    assert "## Known groups of tasks" in page
+    assert "recovery by chance" in page
     assert written["figures/planted-1-figure.svg"].is_file()
     assert "Known groups" in written["report.html"].read_text(encoding="utf-8")
 
@@ -379,3 +399,14 @@ def test_recovery_is_that_of_the_tasks_mean_gates(tmp_path: Path) -> None:
     truth = list((mixture.clusters or {}).values())
     assert routing["recovery"] == pytest.approx(slow_recovery(experts, truth))
     assert routing["cluster_mixing"] == pytest.approx(slow_mixing(np.array(rows), truth))
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_pages_tables_are_made_from_the_stored_runs() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "planted.py"
+    if not script.is_file():
+        pytest.skip("not a source checkout")
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert not done.returncode, done.stderr

@@ -44,6 +44,7 @@ EVIDENCE = {  # runs and seeds
 PLANTED = {
     "planted": METHODS * SEEDS,
     "planted_top2": METHODS * SEEDS,
+    "planted_ffn": METHODS * SEEDS,
     "planted_strength": 2 * 5 * METHODS * SEEDS,
     "planted_experts": 7 * METHODS * SEEDS,
     "planted_coefficient": 2 * 23 * SEEDS,

@@ -21,13 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gar.methods import REFERENCE, REGISTRY, from_config
+from gar.methods import REFERENCE, REGISTRY, from_config, label_of
 from gar.metrics import METRICS, Metric
 from gar.report import _grouping as grouping
 from gar.report._style import INK, Panels, slug, styles, title
 from gar.report._table import Row, Table, interval, shown
 from gar.report._tables import POINTS
-from gar.report.results import Results, mean_interval
+from gar.report._numbers import mean_interval
+from gar.report.results import Results
 from gar.runs import Run
 
 #: What the figure shows, from above; what else a line holds.
@@ -76,7 +77,7 @@ def _line(run: Run) -> dict[str, Any]:
         "updates": run.result["updates"],
         "strength": planted["strength"],
         "experts": experts["count"],
-        "name": grouping.method_label(name) + (f" ({said})" if said else ""),
+        "name": label_of(name) + (f" ({said})" if said else ""),
         "method": name,
         # Only what differs in the coefficient alone is a point of its axis.
         "coefficient": method.get("coefficient", math.nan) if changed.keys() <= {"coefficient"} else math.nan,
@@ -120,7 +121,7 @@ def lines(part: pd.DataFrame, axis: str) -> list[Line]:
         rows = rows[rows["experts"] == experts]
     rows = rows[rows["default"]] if axis != "coefficient" else rows[rows["coefficient"].notna()]
     found = [
-        Line(grouping.method_label(str(name)), str(name), {float(x): at for x, at in own.groupby(axis)})
+        Line(label_of(str(name)), str(name), {float(x): at for x, at in own.groupby(axis)})
         for name, own in rows.groupby("method")
     ]
     order = {name: rank for rank, name in enumerate(REGISTRY)}
@@ -140,7 +141,7 @@ def figure(part: pd.DataFrame) -> Figure | None:
     if not drawn:
         return None
     names = dict.fromkeys((line.label, line.method) for found in drawn.values() for line in found)
-    names |= dict.fromkeys([(grouping.method_label(REFERENCE), REFERENCE)])
+    names |= dict.fromkeys([(label_of(REFERENCE), REFERENCE)])
     look = styles(list(names))
     panels = Panels(len(DRAWN) * len(drawn), len(drawn), 3.5, 2.3)
     cells = iter(panels.axes)
@@ -158,7 +159,7 @@ def figure(part: pd.DataFrame) -> Figure | None:
                 _reference(axes, part, found, metric, look)
             title(axes, f"{metric.label}{metric.unit and ', ' + metric.unit}", axis)
     handles = [Line2D([], [], markersize=6, **look[label]) for label, _ in names]
-    panels.legend(handles, [label for label, _ in names])
+    panels.legend(handles, [label for label, _ in names], most=3 * len(drawn))
     return panels.figure
 
 
@@ -204,7 +205,7 @@ def _reference(
     rows = part[(part["method"] == REFERENCE) & part["default"]]
     rows = rows[(rows["strength"] == strength) & (rows["experts"] == experts)]
     if len(rows):
-        style = look[grouping.method_label(REFERENCE)]
+        style = look[label_of(REFERENCE)]
         level = metric.scale * rows[metric.name].mean()
         axes.axhline(level, color=style["color"], linestyle="-.", linewidth=0.9)
 
@@ -253,7 +254,7 @@ def _compared(metric: Metric, values: pd.DataFrame | None, base: pd.DataFrame | 
     if base is not None:
         difference = mean_interval((values[metric.name] - base[metric.name]).dropna())
     return found | {
-        f"{key} − {grouping.method_label(REFERENCE)}{apart if apart != unit else ''}": shown(
+        f"{key} − {label_of(REFERENCE)}{apart if apart != unit else ''}": shown(
             points, difference[0], sign=True
         ),
         f"{metric.short or metric.label}: 95 % interval": interval(points, *difference[1:], sign=True),
