@@ -1,4 +1,4 @@
-"""Planted mixtures: the texts and the rules, how recovery is measured, the suites, a whole run, its report."""
+"""Planted mixtures: texts and rules, how recovery is measured, the suites, a whole run, its report."""
 
 from __future__ import annotations
 
@@ -160,12 +160,14 @@ def test_a_mixture_section_names_what_python_makes() -> None:
         == build({"mixture": {"planted": {}, "name": "planted"}}).mixture
     )
     assert build(config.to_dict()) == config
-    assert config.override(["mixture.planted.strength=1"]).mixture.planted.strength == 1  # type: ignore[union-attr]
+    stronger = config.override(["mixture.planted.strength=1"]).mixture
+    assert stronger.planted is not None
+    assert stronger.planted.strength == 1
     assert "planted" not in config.override(["mixture=five"]).to_dict()["mixture"]
     digests = identity(config.mixture)
     assert list(digests) == [task.name for task in made.tasks]
     assert len(set(digests.values())) == 6
-    assert identity(config.override(["mixture.planted.strength=1"]).mixture) != digests
+    assert identity(stronger) != digests
 
 
 def test_runs_of_before_keep_their_digest() -> None:
