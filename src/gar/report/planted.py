@@ -24,10 +24,10 @@ from matplotlib.lines import Line2D
 from gar.methods import REFERENCE, REGISTRY, from_config, label_of
 from gar.metrics import METRICS, Metric
 from gar.report import _grouping as grouping
+from gar.report._numbers import mean_interval
 from gar.report._style import INK, Panels, slug, styles, title
 from gar.report._table import Row, Table, interval, shown
 from gar.report._tables import POINTS
-from gar.report._numbers import mean_interval
 from gar.report.results import Results
 from gar.runs import Run
 
