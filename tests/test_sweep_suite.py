@@ -41,6 +41,14 @@ EVIDENCE = {  # runs and seeds
     "evidence_roberta": (4 * 5 * 5, 5),
     "evidence_deberta": (4 * 5 * 5, 5),
 }
+PLANTED = {
+    "planted": METHODS * SEEDS,
+    "planted_top2": METHODS * SEEDS,
+    "planted_ffn": METHODS * SEEDS,
+    "planted_strength": 2 * 5 * METHODS * SEEDS,
+    "planted_experts": 7 * METHODS * SEEDS,
+    "planted_coefficient": 2 * 23 * SEEDS,
+}
 INLINE = {
     "backbone": {"name": "somewhere/model"},
     "optimizer": {"learning_rate": 0.5},
@@ -64,19 +72,19 @@ def refusal(**tree: Any) -> str:
 
 
 def test_every_packaged_suite_is_known_here() -> None:
-    assert set(shipped()) == set(SHIPPED) | set(EVIDENCE)
+    assert set(shipped()) == set(SHIPPED) | set(EVIDENCE) | set(PLANTED)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", SHIPPED | PLANTED)
 def test_packaged_suites_expand(name: str) -> None:
     found = load_suite(name)
     runs = list(found.runs())
-    assert len(runs) == len(found) == SHIPPED[name]
+    assert len(runs) == len(found) == (SHIPPED | PLANTED)[name]
     assert len({run.id for run in runs}) == len(runs)
     assert {run.seed for run in runs} == set(range(SEEDS))
     for run in runs:
         tree = run.tree()  # a valid configuration
-        assert tree["preset"] or name.startswith("evidence")
+        assert tree["preset"] or name.startswith(("evidence", "planted"))
         assert tree["seed"] == run.seed
         assert re.fullmatch(r"[^/]+/[^/]+/[^/]+/seed-\d+", run.id)
 

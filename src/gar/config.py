@@ -45,11 +45,15 @@ __all__ = [
     "ExpertsConfig",
     "MixtureConfig",
     "OptimizerConfig",
+    "PlantedConfig",
     "TaskConfig",
     "build",
     "load",
 ]
 
+#: Planted tasks: parts of the categories that conflict or agree as a whole, and what there are words for,
+#: the texts being those of one topic and category.
+PARTS, CATEGORIES, TOPICS, TEXTS = 4, 24, 24, 576
 #: Keys whose value decides what other keys mean.
 NAMING = ("method", "method.name", "mixture", "mixture.name")
 
@@ -153,13 +157,84 @@ class TaskConfig(Section):
         return value
 
 
+class PlantedConfig(Section):
+    """Made-up tasks whose right grouping is known; see :func:`gar.data.planted`."""
+
+    clusters: int = Field(6, ge=1, le=CATEGORIES // PARTS, description="groups of tasks that share a rule")
+    tasks_per_cluster: int = Field(2, ge=1)
+    strength: float = Field(
+        1.0, ge=0, le=1, description="share of the texts to which any two clusters give different labels"
+    )
+    train_examples: int = Field(240, ge=1, description="per task")
+    validation_examples: int = Field(240, ge=1, description="per task")
+    seed: int = Field(0, ge=0, description="of the texts; that of weights and order is the run's own")
+
+    @property
+    def classes(self) -> int:
+        """Labels of every task."""
+        return max(2, self.clusters)
+
+    @property
+    def cells(self) -> int:
+        """Categories in use, which all have as many texts."""
+        return PARTS * self.classes
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        tasks = self.clusters * self.tasks_per_cluster
+        if tasks > TOPICS:
+            raise ValueError(
+                f"clusters x tasks_per_cluster is {tasks}; expected {TOPICS} or less, one topic a task"
+            )
+        if not (self.strength * PARTS).is_integer():
+            shares = ", ".join(f"{i / PARTS:g}" for i in range(PARTS + 1))
+            raise ValueError(f"strength is {self.strength:g}; expected one of {shares}")
+        for name in ("train_examples", "validation_examples"):
+            found = getattr(self, name)
+            if found % self.cells:
+                near = max(1, round(found / self.cells)) * self.cells
+                raise ValueError(
+                    f"{name} is {found}; expected a multiple of {self.cells}, as many for each of "
+                    f"{self.cells} categories, e.g. {near}"
+                )
+        wanted = (self.train_examples + self.validation_examples) // self.cells
+        if wanted > TEXTS:
+            raise ValueError(
+                f"train_examples and validation_examples need {wanted} texts of a category; "
+                f"there are {TEXTS}: expected {TEXTS * self.cells} or less together"
+            )
+        return self
+
+
 class MixtureConfig(Section):
     name: str | None = Field(None, description="a named mixture (five, six, …); tasks then come from it")
     batch_size: int = Field(32, ge=1, description="examples per task and update")
     group_size: int = Field(8, ge=1, description="examples per group")
     tasks: tuple[str | TaskConfig, ...] = Field((), description="registered names or tasks of your own")
+    planted: PlantedConfig | None = Field(None, description="made-up tasks in place of `tasks`")
     max_train_examples: int | None = Field(None, ge=1, description="first N of a fixed shuffle, per task")
     max_validation_examples: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _planted_by_name(cls, value: Any) -> Any:
+        named = isinstance(value, Mapping) and str(value.get("name")).lower() == "planted"
+        if named and not value.get("tasks") and value.get("planted") is None:
+            return {**value, "planted": {}}
+        return value
+
+    @model_serializer(mode="wrap")
+    def _without_planted(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Where there is none, it is left out: runs of before this key keep their digests.
+        tree: dict[str, Any] = handler(self)
+        return tree if self.planted else {k: v for k, v in tree.items() if k != "planted"}
+
+    @property
+    def size(self) -> int | None:
+        """The number of tasks; None where only the mixture's name tells."""
+        if self.planted is not None:
+            return self.planted.clusters * self.planted.tasks_per_cluster
+        return len(self.tasks) or None
 
 
 class OptimizerConfig(Section):
@@ -277,7 +352,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        self.check_method(len(self.mixture.tasks) or None)
+        self.check_method(self.mixture.size)
         return self
 
     def check_method(self, tasks: int | None) -> None:
@@ -315,7 +390,8 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if isinstance(tree.get(key), str):  # the short form
             tree[key] = {"name": tree[key]}
     if dotted == "mixture" and isinstance(value, str):
-        value = {**_mapping(tree.get("mixture")), "name": value, "tasks": []}
+        kept = {k: v for k, v in _mapping(tree.get("mixture")).items() if k != "planted"}
+        value = {**kept, "name": value, "tasks": []}
     if dotted == "method" and isinstance(value, str):
         dotted = "method.name"
     section = _mapping(tree.get("method"))

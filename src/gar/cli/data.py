@@ -11,7 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gar.cli.options import DataDirOption, Format, FormatOption, Overrides, configured
+from gar.config import MixtureConfig
 from gar.data import TaskReport, describe_mixture, export, load_mixture, registry
+from gar.data.load import resolve
+from gar.data.registry import PLANTED
 
 if TYPE_CHECKING:
     from gar.data import Mixture, SplitReport
@@ -27,19 +30,21 @@ app = typer.Typer(
 def list_registered(output: FormatOption = Format.table) -> None:
     """List the registered tasks and mixtures, and where their data come from."""
     known = registry()
+    made = [task.name for task in resolve(MixtureConfig(name=PLANTED))[1]]
+    mixtures = {**known.mixtures, PLANTED: made}
     if output == Format.json:
         tasks = {
             task.name: {"origin": task.origin, "labels": task.labels, "skill": task.skill}
             for task in known.tasks.values()
         }
-        print(json.dumps({"tasks": tasks, "mixtures": known.mixtures}, indent=2))
+        print(json.dumps({"tasks": tasks, "mixtures": mixtures}, indent=2))
         return
     console = Console()
     tasks_table = Table("task", "labels", "skill", "from")
     for task in known.tasks.values():
         tasks_table.add_row(task.name, ", ".join(task.labels), task.skill, task.origin)
     mixtures_table = Table("mixture", "tasks")
-    for name, members in known.mixtures.items():
+    for name, members in mixtures.items():
         mixtures_table.add_row(name, ", ".join(members))
     console.print(tasks_table, mixtures_table)
 

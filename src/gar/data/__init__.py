@@ -1,4 +1,5 @@
 """Tasks and mixtures: labelled text from local files, the model hub, a directory of JSONL files or BIG-bench.
+:func:`planted` makes one up, with a known grouping.
 
 ``gar.data.load("five", data_dir="data")`` reads a registered mixture; :func:`load_mixture` reads what a
 configuration names; :func:`check_mixture` says whether a mixture fits a model, :func:`identity` what its
@@ -16,6 +17,7 @@ from gar.data._describe import (
 )
 from gar.data._identity import contents, identity
 from gar.data._permutation import fixed_permutation
+from gar.data._planted import PlantedTask, planted
 from gar.data.check import TaskFacts, check_mixture
 from gar.data.export import export
 from gar.data.load import load, load_mixture, load_task, read_texts
@@ -28,6 +30,7 @@ from gar.data.texts import GroupedTexts, grouped_mixture, read_grouped
 __all__ = [
     "GroupedTexts",
     "Mixture",
+    "PlantedTask",
     "RegisteredTask",
     "Split",
     "SplitReport",
@@ -51,6 +54,7 @@ __all__ = [
     "load_task",
     "majority_shares",
     "overlap",
+    "planted",
     "probe_mixture",
     "probe_task",
     "read_grouped",

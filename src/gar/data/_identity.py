@@ -9,7 +9,8 @@ from pathlib import Path
 from gar.config import MixtureConfig, TaskConfig
 from gar.data import _bigbench
 from gar.data._files import data_file, file_format
-from gar.data.load import local_files, resolve
+from gar.data._planted import PlantedTask
+from gar.data.load import Entry, local_files, resolve
 from gar.data.paths import cache_root
 from gar.data.registry import RegisteredTask
 from gar.errors import path_errors
@@ -20,7 +21,8 @@ def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[
     """A digest for every task of what its examples come from.
 
     For local files (``data_dir`` too) it is their format and content, byte by byte, wherever they lie; for
-    the hub the data set's id, configuration and splits; for BIG-bench the release and the task's folder.
+    the hub the data set's id, configuration and splits; for BIG-bench the release and the task's folder; for
+    a planted task its examples.
     Which columns, labels and how many rows are taken is configuration and has no part in it. Missing files
     are a :class:`~gar.errors.UserError`, as in :func:`~gar.data.load_mixture`.
     """
@@ -29,7 +31,7 @@ def identity(config: MixtureConfig, data_dir: str | Path | None = None) -> dict[
 
 
 def contents(
-    entry: RegisteredTask | TaskConfig,
+    entry: Entry,
     data_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> str:
@@ -45,7 +47,9 @@ def contents(
     return _digest(source)
 
 
-def _source(entry: RegisteredTask | TaskConfig, data_dir: str | Path | None) -> object:
+def _source(entry: Entry, data_dir: str | Path | None) -> object:
+    if isinstance(entry, PlantedTask):
+        return ["planted", entry.make().fingerprint()]
     if (files := local_files(entry, data_dir)) is not None:
         return ["files", *map(_content, files)]
     if isinstance(entry, TaskConfig):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from gar.config import MixtureConfig, TaskConfig
 from gar.data import _bigbench, _hub, _rows
 from gar.data._files import open_table
 from gar.data._permutation import fixed_permutation
+from gar.data._planted import PlantedTask, planted_tasks
 from gar.data._rows import Recipe, build_task
 from gar.data.paths import cache_root
 from gar.data.registry import (
+    PLANTED,
     RegisteredTask,
     find_mixture,
     find_task,
@@ -23,6 +26,9 @@ from gar.data.registry import (
 )
 from gar.data.task import Mixture, Split, Task, check_labels
 from gar.errors import UserError, name_problem, nearest, path_errors, path_kind, real_path, user_path
+
+#: What a mixture names: tasks whose data are still to be read, or made.
+Entry: TypeAlias = RegisteredTask | TaskConfig | PlantedTask
 
 
 def load(
@@ -70,9 +76,11 @@ def load_mixture(
     return Mixture(name, tasks, config.batch_size, config.group_size, notes)
 
 
-def resolve(config: MixtureConfig) -> tuple[str, tuple[RegisteredTask | TaskConfig, ...]]:
+def resolve(config: MixtureConfig) -> tuple[str, tuple[Entry, ...]]:
     """The mixture's name and its tasks, nothing read yet. Without a name it is the task names joined by +."""
     registered = find_mixture(config.name) if config.name else None
+    if config.planted is not None:
+        return _planted_name(config, registered), planted_tasks(config.planted)
     if registered and config.tasks:
         raise UserError(
             f"mixture.name {registered!r} is a registered mixture with its own tasks; "
@@ -94,8 +102,20 @@ def resolve(config: MixtureConfig) -> tuple[str, tuple[RegisteredTask | TaskConf
     return registered or config.name or "+".join(names), entries
 
 
+def _planted_name(config: MixtureConfig, registered: str | None) -> str:
+    if config.tasks:
+        raise UserError("mixture has both tasks and planted; expected one of them: planted makes its own")
+    if registered not in (None, PLANTED):
+        raise UserError(
+            f"mixture.name {registered!r} is a registered mixture with its own tasks; "
+            "leave mixture.planted out or choose another name"
+        )
+    _check_names("mixture.name", *filter(None, [config.name]))
+    return registered or config.name or PLANTED
+
+
 def load_task(
-    task: str | TaskConfig | RegisteredTask,
+    task: str | Entry,
     *,
     data_dir: str | Path | None = None,
     cache_dir: str | Path | None = None,
@@ -122,9 +142,9 @@ def load_task(
     )
 
 
-def _load(
-    task: RegisteredTask | TaskConfig, files: tuple[Path, Path] | None, cache_dir: str | Path | None
-) -> Task:
+def _load(task: Entry, files: tuple[Path, Path] | None, cache_dir: str | Path | None) -> Task:
+    if isinstance(task, PlantedTask):
+        return task.make()
     recipe = task.recipe() if isinstance(task, RegisteredTask) else _own_recipe(task)
     if files is not None:
         train, validation = map(open_table, files)
@@ -146,10 +166,10 @@ def _load(
     )
 
 
-def local_files(
-    task: RegisteredTask | TaskConfig, data_dir: str | Path | None = None
-) -> tuple[Path, Path] | None:
-    """The training and validation file of a task that is not read from the hub or from BIG-bench."""
+def local_files(task: Entry, data_dir: str | Path | None = None) -> tuple[Path, Path] | None:
+    """The training and validation file of a task that is not made, or read from the hub or BIG-bench."""
+    if isinstance(task, PlantedTask):
+        return None
     if isinstance(task, TaskConfig):
         if task.hub is None:
             return _own_files(task)

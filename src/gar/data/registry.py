@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 
 import yaml
@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from gar.data._rows import Recipe, Segment
 from gar.errors import UserError, nearest, one_of
+
+#: The mixture that is made, not read: :func:`gar.data.planted`.
+PLANTED = "planted"
 
 
 class RegisteredTask(BaseModel):
@@ -108,17 +111,21 @@ def find_mixture(name: str) -> str | None:
     >>> find_mixture("Seven-PAWS")
     'seven_paws'
     """
-    return {_folded(known): known for known in registry().mixtures}.get(_folded(name))
+    return {_folded(known): known for known in mixture_names()}.get(_folded(name))
+
+
+def mixture_names() -> tuple[str, ...]:
+    """The registered mixtures, and the planted one."""
+    return (*registry().mixtures, PLANTED)
 
 
 def unknown_mixture(name: str) -> UserError:
-    return one_of("mixture", name, registry().mixtures)
+    return one_of("mixture", name, mixture_names())
 
 
 def unknown_name(name: str) -> UserError:
     """For a word that is neither a registered mixture nor a registered task."""
-    known: Mapping[str, object] = {**registry().mixtures, **registry().tasks}
-    hint = nearest(name, known) or "; `gar data ls` lists them"
+    hint = nearest(name, [*mixture_names(), *registry().tasks]) or "; `gar data ls` lists them"
     return UserError(f"{name!r} is no file and no registered mixture or task{hint}")
 
 

@@ -57,7 +57,8 @@ class Task:
 
     ``text`` names the one or two text fields, ``labels`` the label names in index order, ``extra`` the
     task's own metrics beside accuracy (``"f1"``, ``"mcc"``). ``notes`` are remarks of the reader, such as
-    dropped rows.
+    dropped rows. ``cluster`` numbers the group of tasks that it belongs to, from 0, where that is known
+    (:func:`gar.data.planted`).
     """
 
     name: str
@@ -67,6 +68,7 @@ class Task:
     text: tuple[str, ...] = ("text",)
     extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+    cluster: int | None = None
 
     def check(self) -> None:
         """Refuse names, labels and texts that no model could be trained or measured on.
@@ -135,6 +137,12 @@ class Mixture:
             raise UserError(f"a mixture needs one or more tasks with distinct names, got {names}")
         if self.batch_size < 1 or self.group_size < 1:
             raise UserError("batch_size and group_size must be positive")
+
+    @property
+    def clusters(self) -> dict[str, int] | None:
+        """The true grouping, ``{task: cluster}``; None where it is not known of every task."""
+        found = {task.name: task.cluster for task in self.tasks if task.cluster is not None}
+        return found if len(found) == len(self.tasks) else None
 
     def check(self) -> None:
         """:meth:`Task.check` for every task."""

@@ -268,8 +268,17 @@ def routing_summary(
     pooled = np.concatenate(forward.example_gates)
     load = model.site.load(pooled, forward.counts.sum(0))
     by_task = map(model.site.load, forward.example_gates, forward.counts)
+    clusters = mixture.clusters
     arrays = Measured(
-        load, forward.counts, pooled, probe.norms, probe.by_expert, probe.between, probe.observed
+        load,
+        forward.counts,
+        pooled,
+        probe.norms,
+        probe.by_expert,
+        probe.between,
+        probe.observed,
+        np.stack([gates.mean(0) for gates in forward.example_gates]),
+        None if clusters is None else [clusters[task.name] for task in mixture.tasks],
     )
     return {
         "load": load.tolist(),

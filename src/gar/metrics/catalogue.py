@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,11 @@ from gar.errors import UserError
 from gar.metrics._arrays import Floats
 from gar.metrics.association import (
     adjusted_rand_index,
+    cluster_mixing,
     normalized_mutual_information,
+    recovery,
+    recovery_ceiling,
+    recovery_chance,
     structure_purity,
     structure_purity_floor,
 )
@@ -45,7 +49,8 @@ class Measured:
     ``load`` [E] sums to 1; ``counts`` [T, E] are selection events, in int64, all else is in float64;
     ``gates`` [N, E] are each example's; ``norms`` [T, E] the lengths of the tasks' expert gradients,
     ``by_expert`` [E, T, T] their inner products within an expert, ``between`` [E, E] those of the experts'
-    mean gradients, ``observed`` [T, T] those of the tasks' gradients summed over the experts.
+    mean gradients, ``observed`` [T, T] those of the tasks' gradients summed over the experts. ``shares``
+    [T, E] are the tasks' mean gates; ``clusters`` [T] the tasks' true groups, None where nobody knows them.
     """
 
     load: Floats
@@ -55,6 +60,8 @@ class Measured:
     by_expert: Floats
     between: Floats
     observed: Floats
+    shares: Floats | None = None
+    clusters: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Metric:
     ``name`` is its key in result.json, under ``routing`` unless ``where`` gives another dotted path; one
     without ``compute`` is written there by something else. ``better`` is 1 (higher), -1 (lower) or 0.
     ``bounds`` are the ends of its range, or a function of the numbers of tasks and experts that gives them.
+    A ``compute`` that returns None has no value there, and the result lacks the metric.
 
     Shown is ``scale`` times the value with ``digits`` decimals, in ``unit``. ``meaning`` says in a few words
     what the value means; ``{low}`` and ``{high}`` in it are the bounds. ``paper`` is its column in the
@@ -75,7 +83,7 @@ class Metric:
 
     name: str
     label: str
-    compute: Callable[[Measured], float] | None = None
+    compute: Callable[[Measured], float | None] | None = None
     better: int = 0
     bounds: Bounds | Callable[[int, int], Bounds] = (-math.inf, math.inf)
     digits: int = 4
@@ -144,6 +152,16 @@ def _from(table: str, metric: Callable[[Any], float]) -> Callable[[Mapping[str, 
     return recover
 
 
+def _of_clusters(metric: Callable[[Any, Any], float]) -> Callable[[Measured], float | None]:
+    """Of the tasks' shares and true groups; no value where nobody knows these."""
+
+    def compute(measured: Measured) -> float | None:
+        known = measured.shares is not None and measured.clusters is not None
+        return metric(measured.shares, measured.clusters) if known else None
+
+    return compute
+
+
 #: By name, in the order of result.json.
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -207,6 +225,16 @@ METRICS: dict[str, Metric] = {
                bounds=lambda tasks, experts: (-1 / (tasks - 1) if tasks > 1 else 0, 1), listed=False),
         Metric("task_conflict", "task pairs in conflict", lambda m: task_conflict(gram=m.by_expert),
                bounds=(0, 1), listed=False),
+        Metric("recovery", "recovery (ARI)", _of_clusters(recovery), better=1, bounds=(-0.5, 1), digits=3,
+               listed=False, meaning="0: as by chance; 1: the tasks' known groups have experts of their own"),
+        Metric("recovery_chance", "recovery by chance", _of_clusters(recovery_chance), bounds=(-0.5, 1),
+               digits=3, listed=False,
+               meaning="exceeded once in twenty times by tasks dealt to the experts at random"),
+        Metric("recovery_ceiling", "recovery's ceiling",
+               _of_clusters(lambda shares, clusters: recovery_ceiling(clusters, shares.shape[1])),
+               bounds=(0, 1), digits=3, listed=False, meaning="the highest that so many experts can reach"),
+        Metric("cluster_mixing", "mixing of clusters", _of_clusters(cluster_mixing), better=-1, bounds=(0, 1),
+               digits=3, listed=False, meaning="share of an expert's routing that is of other clusters"),
         Metric("step_seconds", "time per update", better=-1, bounds=(0, math.inf), digits=1, scale=1000,
                unit="ms", where="timing.step_seconds_mean", listed=False),
         Metric("updates_per_second", "updates per second", better=1, bounds=(0, math.inf), digits=2,
@@ -257,7 +285,8 @@ def listed() -> dict[str, Metric]:
 
 def summarize(measured: Measured) -> dict[str, float]:
     """The metrics that are computed from these arrays, by name, in the order of result.json."""
-    values = {name: float(m.compute(measured)) for name, m in METRICS.items() if m.compute is not None}
+    computed = {name: m.compute(measured) for name, m in METRICS.items() if m.compute is not None}
+    values = {name: float(value) for name, value in computed.items() if value is not None}
     for name, value in values.items():
         if not math.isfinite(value):
             warnings.warn(f"metric {name} is {value}; it is left out of the result", stacklevel=2)

@@ -27,7 +27,7 @@ import yaml
 from gar import config as configuration
 from gar.config import Config, flat, overridden, result_only
 from gar.data.load import resolve
-from gar.data.registry import find_mixture, find_task, is_task, registry
+from gar.data.registry import find_mixture, find_task, is_task, mixture_names, registry
 from gar.errors import UserError, nearest, path_kind
 from gar.methods import JOIN, REGISTRY, WITH
 from gar.presets import paper
@@ -156,7 +156,7 @@ def resolve_config(what: str, overrides: Iterable[str] | Mapping[str, Any] = ())
         return configuration.build({"mixture": {"tasks": [find_task(what).name]}}).override(overrides)
     if kind != "missing":
         return configuration.load(path, overrides)  # says what is wrong with it
-    known = [*registry().mixtures, *registry().tasks, *names()]
+    known = [*mixture_names(), *registry().tasks, *names()]
     raise UserError(f"{what!r} is no file, preset, registered mixture or task{_hint(what, known)}")
 
 

@@ -4,8 +4,9 @@
 when their configurations agree in all keys but
 
 * ``seed``, ``method`` and ``optimizer.learning_rate`` (what methods and their searches vary);
-* ``mixture.name`` and ``mixture.tasks`` (a setting has several mixtures; they are kept apart inside it, and
-  so are those of one name with other tasks or other data, by the digests in environment.json);
+* ``mixture.name``, ``mixture.tasks`` and ``mixture.planted`` (a setting has several mixtures; they are kept
+  apart inside it, and so are those of one name with other tasks or other data, by the digests in
+  environment.json);
 * ``optimizer.clip``, ``optimizer.weight_decay`` and ``optimizer.epochs``, which a protocol may choose for
   each mixture - but where one mixture has runs with different values, they are different settings too, and
   so are runs on splits of different sizes;
@@ -27,11 +28,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gar.config import flat, result_only
-from gar.data.registry import registry
+from gar.data.registry import PLANTED, registry
 from gar.methods import WITH, label_of
 from gar.runs import Run, State
 
-VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks"}
+VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks", "mixture.planted"}
 #: Keys of a method in the name of a variant, which stands in narrow columns.
 SYMBOLS = {"coefficient": "λ", "load_coefficient": "λ_load", "learning_rate": "lr"}
 PER_MIXTURE = {"optimizer.clip", "optimizer.weight_decay", "optimizer.epochs"}
@@ -67,7 +68,8 @@ def mixture_of(run: Run) -> str:
     """The mixture's name, or its tasks joined by +."""
     mixture = run.config.get("mixture") or {}
     names = [task["name"] if isinstance(task, Mapping) else str(task) for task in mixture.get("tasks") or ()]
-    return str(run.result.get("mixture") or mixture.get("name") or "+".join(names) or "?")
+    made = PLANTED if mixture.get("planted") else ""
+    return str(run.result.get("mixture") or mixture.get("name") or made or "+".join(names) or "?")
 
 
 def hyperparameters(run: Run) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def _defining(members: Sequence[Run]) -> Sequence[Run]:
 
 def _leaves(run: Run, without: Collection[str]) -> dict[str, Any]:
     leaves = flat(result_only(run.config))
-    return {k: v for k, v in leaves.items() if k not in without and k.split(".")[0] not in without}
+    return {k: v for k, v in leaves.items() if not any(f"{k}.".startswith(f"{key}.") for key in without)}
 
 
 def _text(value: Any) -> str:
@@ -188,6 +190,8 @@ def _contents(runs: Sequence[Run]) -> dict[Run, str]:
 
 def _tasks(config: Mapping[str, Any]) -> list[Any]:
     mixture = config.get("mixture") or {}
+    if planted := mixture.get("planted"):
+        return [planted]
     return list(mixture.get("tasks") or registry().mixtures.get(str(mixture.get("name")), ()))
 
 

@@ -14,7 +14,7 @@ from gar.metrics.catalogue import listed
 from gar.report import _paper as paper
 from gar.report import _style as style
 from gar.report import _tables as tables
-from gar.report import figures
+from gar.report import figures, planted
 from gar.report._latex import paper_tables
 from gar.report._marks import mark
 from gar.report._opening import opening
@@ -121,12 +121,29 @@ def build_page(results: Results, common_seeds: bool = False) -> Page:
         )
         for number, setting in enumerate(results.settings, 1)
     ]
+    sections += _planted(results)
     collapses = []
     for run, said in results.collapses:
         _, mixture, variant = results.label(run)
         collapses.append(f"{variant} on {mixture}, seed {run.result['seed']} ({run.path}): {said}.")
     problems = tables.problems(results)
     return Page(results.summary, sections, problems, collapses, results.notes, endpoints, compared)
+
+
+def _planted(results: Results) -> list[Section]:
+    """Runs with known groups, all settings together; nothing where there are none."""
+    table = planted.frame(results)
+    blocks = []
+    for number, part in enumerate(planted.families(table), 1):
+        ident, name = f"planted-{number}", planted.family_name(part)
+        endpoints = planted.endpoints(part)
+        endpoints.name = f"{ident}-endpoints"
+        figure = planted.figure(part)
+        reason = "strength, experts and coefficients are the same in all runs"
+        picture = Picture(f"{ident}-figure", f"{name}: {planted.SAID}", figure, "" if figure else reason)
+        blocks.append(Block(f"{ident}-head", name, [picture, endpoints]))
+    variants = {style.slug(name): name for name in dict.fromkeys(table["name"])}
+    return [Section("planted", "Known groups of tasks", blocks, variants)] if blocks else []
 
 
 def _blocks(

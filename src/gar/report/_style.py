@@ -85,8 +85,8 @@ class Panels:
         for axes in self.spare:
             axes.set_axis_off()
 
-    def legend(self, handles: Sequence[Any], labels: Sequence[str]) -> None:
-        """In the spare cells, or below."""
+    def legend(self, handles: Sequence[Any], labels: Sequence[str], most: int = 7) -> None:
+        """In the spare cells, or below, ``most`` beside each other."""
         labels = [plain(label) for label in labels]
         options: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
         if self.spare:
@@ -95,7 +95,7 @@ class Panels:
             )
         else:
             self.figure.legend(
-                handles, labels, loc="outside lower center", ncols=min(len(labels), 7), **options
+                handles, labels, loc="outside lower center", ncols=min(len(labels), most), **options
             )
 
 

@@ -463,9 +463,10 @@ def _put_method(tree: Tree, method: str | Tree) -> None:
 
 
 def _put_mixture(tree: Tree, name: str, mixture: str | Tree) -> None:
-    kept = {key: value for key, value in tree["mixture"].items() if key not in ("name", "tasks")}
+    kept = {k: v for k, v in tree["mixture"].items() if k not in ("name", "tasks", "planted")}
     if isinstance(mixture, dict):
-        tree["mixture"] = {**kept, "name": name if mixture.get("tasks") else None, **copy.deepcopy(mixture)}
+        own = mixture.get("tasks") or mixture.get("planted") is not None
+        tree["mixture"] = {**kept, "name": name if own else None, **copy.deepcopy(mixture)}
     elif found := find_mixture(mixture):
         tree["mixture"] = {**kept, "name": found}
     elif is_task(mixture):

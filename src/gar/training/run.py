@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from gar.config import Config, MixtureConfig, OptimizerConfig, TaskConfig, explain
 from gar.data import Mixture, check_mixture, majority_shares
-from gar.data.registry import registry
+from gar.data.registry import mixture_names, registry
 from gar.data.task import Task
 from gar.distributed import Job, device_of_rank
 from gar.errors import UserError, nearest
@@ -272,8 +272,8 @@ def _described(mixture: Mixture) -> MixtureConfig:
     """What a mixture in memory tells about itself: registered names where they fit, no files otherwise."""
     tasks = tuple(task.name if _is_registered(task) else _as_config(task) for task in mixture.tasks)
     name: str | None = mixture.name
-    if mixture.name in registry().mixtures:
-        same = tasks == registry().mixtures[mixture.name]
+    if mixture.name in mixture_names():
+        same = tasks == registry().mixtures.get(mixture.name)
         name, tasks = (name, ()) if same else (None, tasks)
     return MixtureConfig(name=name, batch_size=mixture.batch_size, group_size=mixture.group_size, tasks=tasks)
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from gar.config import Config, TaskConfig
+from gar.config import Config
 from gar.data import (
     Mixture,
-    RegisteredTask,
     Task,
     contents,
     load_mixture,
@@ -27,7 +26,7 @@ from gar.data import (
     probe_mixture,
     selection_mixture,
 )
-from gar.data.load import resolve
+from gar.data.load import Entry, resolve
 from gar.data.tokenize import TokenizedSplit, tokenize_split
 from gar.features.sources import CachedSource, Progress, Source, make_sources, sources_of
 from gar.model import MultiTaskModel
@@ -126,7 +125,7 @@ class Shared:
 
     # ------------------------------------------------------------------ data
 
-    def _task(self, entry: RegisteredTask | TaskConfig, config: Config) -> _Loaded:
+    def _task(self, entry: Entry, config: Config) -> _Loaded:
         places = {"data_dir": config.data_dir, "cache_dir": config.cache.directory}
         sample = (config.mixture.max_train_examples, config.mixture.max_validation_examples)
 
