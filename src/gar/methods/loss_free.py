@@ -20,7 +20,7 @@ class LossFreeBias(Method):
     in choosing the k experts, and in nothing else: gates are those of the logits without it. It is a buffer
     of the router: in checkpoints, in the saved model, and so in whatever the saved model predicts.
 
-    The paper adds the bias to the gating scores of a sigmoid, which lie in [0, 1]; here it is added to the
+    DeepSeek-V3 adds it to the scores of a sigmoid, which lie in [0, 1]; here it is added to the
     logits, whose differences are what decides, so that ``speed`` is in units of logits. Padding counts
     nowhere.
     """
