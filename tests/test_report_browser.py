@@ -284,6 +284,19 @@ def test_hiding_reaches_panels_rows_labels_and_legends(chromium, sweep, tmp_path
     assert kept > 5
 
 
+def test_a_hidden_panel_leaves_no_gap(chromium, sweep):
+    dom, _ = chromium(f"{sweep.as_uri()}#hide=baseline", "--dump-dom")
+    figure = re.search(r'<figure id="s1-heatmap-0">.*?</figure>', dom, re.DOTALL)
+    assert figure
+    panels = re.findall(r"<svg [^>]*>", figure[0])
+    assert ['class="hidden"' in panel for panel in panels[:4]] == [
+        True,
+        True,
+        False,
+        False,
+    ]  # a row of two each
+
+
 def test_hiding_everything_leaves_no_empty_table(chromium, sweep):
     dom, _ = chromium(f"{sweep.as_uri()}#hide=gar-0-01,gar-0-001,baseline", "--dump-dom")
     tables = re.findall(r'<div class="table( hidden)?">\s*<div[^>]*>\s*<table id="([^"]*)"', dom)

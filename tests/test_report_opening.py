@@ -57,6 +57,14 @@ def test_better_worse_and_neither(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_tasks_not_above_the_majority_class_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "baseline", 0, accuracy={"rte": 0.5, "qnli": 0.8})
+    write_run(tmp_path, "baseline", 1, accuracy={"rte": 0.4, "qnli": 0.45})
+    write_run(tmp_path, "gar", 0, accuracy={"rte": 0.6, "qnli": 0.9})
+    (line,) = [line for line in opening(tmp_path)[0] if "majority" in line]
+    assert line.startswith("Of 3 runs some are not above the majority class in a task: rte (2) and qnli (1);")
+
+
 def test_holm_takes_back_what_many_comparisons_do_not_carry(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     found: dict[str, list[float]] = {"baseline": BASE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -117,6 +118,16 @@ def _unusual(results: Numbers, setting: str) -> list[str]:
         said.append(
             f"{counted(peaks)} of {len(runs)} did better on the way than at the end, by {PEAK:g} point or "
             "more."
+        )
+    low: Counter[str] = Counter()
+    for run in runs:
+        tasks = run.result["accuracy"]["tasks"]
+        low.update(t for t, share in (run.result.get("majority") or {}).items() if tasks[t] <= share)
+    if low:
+        found = listing([f"{task} ({times})" for task, times in low.most_common()])
+        said.append(
+            f"Of {counted(len(runs))} some are not above the majority class in a task: {found}; there "
+            "accuracy says little."
         )
     without = [run for run in results.members(setting) if run.state != State.FINISHED]
     if without:

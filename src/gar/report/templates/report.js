@@ -44,6 +44,10 @@
       const names = element.dataset.variant.split(" ");
       element.classList.toggle("hidden", names.some((name) => state.hide.has(name)));
     });
+    document.querySelectorAll(".panels svg").forEach((panel) => {
+      const parts = [...panel.children].filter((child) => child.localName === "g");
+      panel.classList.toggle("hidden", parts.length > 0 && parts.every((part) => part.classList.contains("hidden")));
+    });
     // What has nothing left to show goes as a whole: a table, then the part of the page around it.
     document.querySelectorAll(".table").forEach((box) => {
       const empty = [...box.querySelector("table").tBodies[0].rows].every((row) => row.classList.contains("hidden"));
