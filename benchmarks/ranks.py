@@ -38,13 +38,16 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Stretches.")] = 5,
     device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(help="A JSON file for all numbers.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Where a stretch's time goes on the first rank, below this folder.")
+    ] = None,
     part: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Update time, bytes exchanged and scaling on 1, 2, 4, … ranks."""
     setting = Setting(model, site, features, precision, length=length)
     if part is not None:
         with joined() as job:
-            found = measured(setting, method, job, device or "auto", updates, repeats)
+            found = measured(setting, method, job, device or "auto", updates, repeats, profile)
             if job.is_first:
                 part.write_text(json.dumps(found), encoding="utf-8")
         return
@@ -79,7 +82,13 @@ def main(
 
 
 def measured(
-    setting: Setting, method: str, job: Job, device: str, updates: int, repeats: int
+    setting: Setting,
+    method: str,
+    job: Job,
+    device: str,
+    updates: int,
+    repeats: int,
+    profile: Path | None = None,
 ) -> dict[str, float | bool]:
     """Milliseconds per update over stretches that all ranks begin together, of a run's own loop."""
     where = job.each(lambda: resolve_device(device_of_rank(device, job)))
@@ -112,7 +121,7 @@ def measured(
         torch.cuda.reset_peak_memory_stats(where)
     sent = updater.sent
     times = [1e3 * advance(stretch) / stretch for _ in range(repeats)]
-    return {
+    told = {
         "ms": statistics.median(times),
         "lowest": min(times),
         "highest": max(times),
@@ -121,6 +130,16 @@ def measured(
         "same_bits": job.differing(updater.parameters) is None,
         "captured": loop is not updater,
     }
+    if profile is not None:
+        with torch.profiler.profile(record_shapes=True) as seen:
+            advance(stretch)
+        if job.is_first:
+            profile.mkdir(parents=True, exist_ok=True)
+            seen.export_chrome_trace(str(profile / f"{job.count}.json"))
+            order = "self_cuda_time_total" if where.type == "cuda" else "self_cpu_time_total"
+            table = seen.key_averages().table(sort_by=order, row_limit=60)
+            (profile / f"{job.count}.txt").write_text(table, encoding="utf-8")
+    return told
 
 
 if __name__ == "__main__":
