@@ -367,7 +367,7 @@ def test_trajectories_hold_a_panel_a_metric(directory: str, tmp_path: Any) -> No
     assert sorted(table["update"]) == [2, 2, 4, 4, 6, 6]
     assert np.isfinite(table[list(listed())].to_numpy(float)).all()
     panels = figures.trajectories(results)
-    assert sum(bool(axes.lines) for axes in panels.axes) == 4
+    assert sum(bool(axes.lines) for axes in panels.axes) == 5  # the loss, and four of the catalogue
     every = figures.trajectories(results, metrics=list(listed()))
     assert sum(bool(axes.lines) for axes in every.axes) == len(listed())
     with pytest.raises(gar.UserError, match="did you mean 'nmi'"):

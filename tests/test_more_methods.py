@@ -322,8 +322,8 @@ def test_a_run_and_its_report_call_several_methods_by_one_name(tmp_path: Path) -
     assert results.variants(setting) == [
         "Baseline",
         "GAR",
-        "GAR + z-loss (zloss.coefficient=0.01)",
-        "GAR + z-loss (zloss.coefficient=0.1)",
+        "GAR + z-loss zloss.coefficient=0.01",
+        "GAR + z-loss zloss.coefficient=0.1",
     ]
 
 
