@@ -53,6 +53,8 @@ NOT_RUN = {
     "gar sweep paper_main": "hub models, and a Ray cluster; tests/test_sweep_ray.py",
     "gar sweep paper_head --out runs --jobs": "hub models",
     "gar sweep paper_head --out runs\n": "hub models",
+    "gar sweep planted": "minutes; tests/test_planted.py",
+    "gar report planted": "of those runs",
     "gar train paper/": "hub models and data",
     "gar train own.yaml optimizer.updates=500 --out runs/shorter": "own.yaml is a preset's copy there",
     "gar train own.yaml --ranks": "several processes; tests/test_ranks.py",
