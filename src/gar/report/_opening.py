@@ -122,7 +122,7 @@ def _unusual(results: Numbers, setting: str) -> list[str]:
     low: Counter[str] = Counter()
     for run in runs:
         tasks = run.result["accuracy"]["tasks"]
-        low.update(t for t, share in (run.result.get("majority") or {}).items() if tasks[t] <= share)
+        low.update(t for t, share in (run.result.get("majority") or {}).items() if tasks.get(t, 1.0) <= share)
     if low:
         found = listing([f"{task} ({times})" for task, times in low.most_common()])
         said.append(
