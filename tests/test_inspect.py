@@ -48,7 +48,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quick(world: Path, **changes: Any) -> Request:
-    return Request(str(world / "moe"), (str(world / "texts.jsonl"),), permutations=19, **changes)
+    known = {"permutations": 19, "device": "cpu", **changes}
+    return Request(str(world / "moe"), (str(world / "texts.jsonl"),), **known)
 
 
 def check_page(text: str) -> None:
