@@ -161,6 +161,39 @@ def test_differences_against_scipy() -> None:
     assert text == text_of(reversed(lines))
 
 
+def test_a_difference_that_is_the_learning_rate_s() -> None:
+    """A method that is nothing but its rate differs from Baseline, and not from itself switched off."""
+    rng = np.random.default_rng(0)
+    lines = cell_lines({"baseline": 0.0, "loadpen": 0.1}, cell=("frozen_top4", "bigbench_five"))
+    for each in lines[5:]:
+        off = float(each["accuracy"]) + rng.normal(0, 0.004)
+        lines.append(line("rates_top4", "bigbench_five", "loadpen", int(part(each, "seed")), off))
+    text = text_of(lines)
+    assert "LoadPen is better than Baseline by" in section(text, "frozen_top4, bigbench_five")
+    rates = section(text, "The learning rates alone").replace("\\", "")
+    assert "no difference between LoadPen and Baseline's update at its learning rate" in rates
+    values = [
+        np.array([float(each["accuracy"]) for each in lines if each["id"].startswith(f"{cell}/")])
+        for cell in ("frozen_top4/bigbench_five/loadpen", "rates_top4/bigbench_five/loadpen")
+    ]
+    low, high = stats.ttest_1samp(values[0] - values[1], 0).confidence_interval(0.95)
+    assert f"[{100 * low:+.2f}, {100 * high:+.2f}]".replace("-", "−") in rates
+
+
+def test_cells_of_one_task_share_a_table() -> None:
+    lines = [
+        line("single_top1", task, method, seed, 0.5 + 0.01 * seed + more, **{f"accuracy.{task}": 0.5})
+        for task in ("mrpc", "rte")
+        for method, more in (("baseline", 0.0), ("gar", 0.001 * task.count("r")))
+        for seed in range(3)
+    ]
+    text = text_of(lines)
+    rows = section(text, "single_top1, single tasks")
+    assert rows.count("| GAR |") == 2
+    assert "## single_top1, mrpc" not in text
+    assert section(text, "In short").count(r"single\_top1") >= 2
+
+
 def test_words_follow_the_interval() -> None:
     assert "GAR is better" in verdict("GAR", Difference(0.01, 0.001, 0.02, 5))
     assert "GAR is worse" in verdict("GAR", Difference(-0.01, -0.02, -0.001, 5))
@@ -272,7 +305,7 @@ def test_a_planted_predictor_is_found_and_said() -> None:
     text, figures = page(evidence)
     shown = section(text, "When does alignment help")
     assert "GAR gains more where tasks conflict more" in shown
-    assert "66 mixtures, 3 to 3 seeds" in shown
+    assert "66 mixtures, 3 seeds" in shown
     assert "conflict.svg" in figures
 
 

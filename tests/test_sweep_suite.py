@@ -37,6 +37,7 @@ EVIDENCE = {  # runs and seeds
     "evidence_single": (2 * 5 * 3 * 5, 5),
     "evidence_coefficients": (2 * 7 * 10, 10),
     "evidence_denominator": (2 * 5 * 10, 10),
+    "evidence_rates": (2 * 3 * 5 * 5, 5),
     "evidence_pairs": ((55 + 11) * 3 * 4, 4),
     "evidence_roberta": (4 * 5 * 5, 5),
     "evidence_deberta": (4 * 5 * 5, 5),

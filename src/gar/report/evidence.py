@@ -29,7 +29,8 @@ PREFIX = "evidence_"
 OTHERS = tuple(name for name in COMPARED if name != REFERENCE)
 #: The suite of "when does alignment help", and those of the coefficient and of the denominator.
 PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "evidence_denominator"
-APART = (PAIRS, COEFFICIENTS, DENOMINATOR)
+RATES = "evidence_rates"
+APART = (PAIRS, COEFFICIENTS, DENOMINATOR, RATES)
 #: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
 

@@ -7,9 +7,11 @@ as not run.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,6 +31,7 @@ from gar.report.evidence import (
     OTHERS,
     PAIRS,
     PREDICTORS,
+    RATES,
     Cell,
     Difference,
     Evidence,
@@ -55,6 +58,9 @@ SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_co
 #: Metrics whose bounds are 0 and 1, or nearly, drawn over training.
 DRAWN = ("accuracy", "load_variance", "nmi", "task_cosine")
 
+#: What an interval says; the first two are findings.
+KINDS = ("better", "worse", "not told apart", "not compared")
+
 RHO = Metric("rho", "Spearman's correlation", digits=2, bounds=(-1, 1))
 
 INTRODUCTION = """\
@@ -72,6 +78,8 @@ them, RTE 277: single accuracies there are coarse.
 
 **Hyper-parameters.** Where a table has another learning rate for each method, `gar search` chose by the
 paper's protocol on `six_complete` (two seeds a candidate); a setting's other mixtures take these choices.
+So a difference is that of the method *and* of its learning rate, and on a mixture that was not searched the
+rate may be what decides: see [below](#the-learning-rates-alone).
 
 **Terms.** Differences are paired by seed: both methods have the same start, data order and dropout.
 Intervals are 95 % Student-t intervals over seeds, nominal: not corrected for their number, so of 20 true
@@ -102,8 +110,12 @@ def page(evidence: Evidence) -> tuple[str, dict[str, str]]:
             for cell in cells
             if cell not in {c for s in _before(evidence, suite) for c in evidence.cells([s])}
         ]
-        for cell in fresh:
+        single = [cell for cell in fresh if len(_tasks(evidence, cell)) == 1]
+        for setting, own in groupby(single, key=lambda cell: cell[0]):
+            parts += [f"## {setting}, single tasks\n", _single_tasks(evidence, list(own))]
+        for cell in (cell for cell in fresh if cell not in single):
             parts += [f"## {cell[0]}, {cell[1]}\n", *_cell_tables(evidence, cell)]
+    parts += ["## The learning rates alone\n", *_rates(evidence)]
     parts += ["## Beside the paper\n", *_beside(evidence)]
     parts += ["## Coefficient and denominator\n", *_coefficients(evidence)]
     parts += _picture(figures, "coefficients", "Difference from coefficient 0 with its 95 % interval.")
@@ -162,24 +174,92 @@ def _made_on(evidence: Evidence) -> str:
 
 
 def _short(evidence: Evidence) -> list[Part]:
-    """The verdict on GAR in every cell, sorted by what it is."""
-    kinds: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": [], "not compared": []}
+    """What is told apart of GAR and Baseline in words; all cells, and all methods, in a table each."""
+    found: dict[str, dict[Cell, Difference]] = defaultdict(dict)
     for cell in evidence.cells(name for name in evidence.suites if name not in APART):
-        if not {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
-            continue
-        found = evidence.difference("accuracy", cell, PROPOSED, REFERENCE)
-        unknown = math.isnan(found.low)
-        kind = "better" if found.better else "worse" if found.worse else "not told apart"
-        kinds["not compared" if unknown else kind].append(f"- {', '.join(cell)}: {verdict('GAR', found)}.")
-    counted = {kind: len(lines) for kind, lines in kinds.items() if lines}
-    if not counted:
+        methods = evidence.methods(cell)
+        for method in (m for m in methods if m != REFERENCE and REFERENCE in methods):
+            found[method][cell] = evidence.difference("accuracy", cell, method, REFERENCE)
+    if not found[PROPOSED]:
         return ["Nothing was run yet.\n"]
-    total = sum(counted.values())
+    kinds = Counter(map(_kind, found[PROPOSED].values()))
+    total = kinds.total()
     head = (
         f"GAR against Baseline in {total} {'cells' if total > 1 else 'cell'} of setting and mixture: "
-        + ", ".join(f"{count} {kind}" for kind, count in counted.items())
+        + ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     )
-    return [head + ".\n", *(line for lines in kinds.values() for line in lines), ""]
+    apart = [
+        f"- {', '.join(cell)}: {verdict('GAR', gain)}."
+        for kind in KINDS[:2]
+        for cell, gain in found[PROPOSED].items()
+        if _kind(gain) == kind
+    ]
+    rows = [
+        Row(
+            {"setting": cell[0], "mixture": cell[1], "seeds": str(gain.seeds), **_gain(gain), "": _kind(gain)}
+        )
+        for cell, gain in found[PROPOSED].items()
+    ]
+    return [
+        f"{head}.\n",
+        *apart,
+        "",
+        Table("short", "GAR − Baseline in every cell", rows),
+        Table("methods", "Every method against Baseline, in numbers of cells", _all_methods(found)),
+    ]
+
+
+def _kind(found: Difference) -> str:
+    if math.isnan(found.low):
+        return KINDS[3]
+    return KINDS[0] if found.better else KINDS[1] if found.worse else KINDS[2]
+
+
+def _gain(found: Difference) -> dict[str, Any]:
+    return {
+        "difference, pp": shown(POINTS, found.mean, sign=True),
+        "95 % interval": interval(POINTS, found.low, found.high, sign=True),
+    }
+
+
+def _all_methods(found: Mapping[str, Mapping[Cell, Difference]]) -> list[Row]:
+    rows = []
+    for method, gains_of in found.items():
+        cells: dict[str, list[str]] = defaultdict(list)
+        for cell, gain in gains_of.items():
+            cells[_kind(gain)].append(f"{', '.join(cell)} ({shown(POINTS, gain.mean, sign=True).text})")
+        contents = {kind: str(len(cells[kind])) for kind in KINDS[:3]}
+        told = {f"where {kind}": "; ".join(cells[kind]) for kind in KINDS[:2]}
+        rows.append(Row({"method": label(method), "cells": str(len(gains_of)), **contents, **told}))
+    return rows
+
+
+def _single_tasks(evidence: Evidence, cells: Sequence[Cell]) -> Table:
+    """Mixtures of one task each: what tells of several tasks is trivial there."""
+    rows = []
+    for cell in cells:
+        for method in evidence.methods(cell):
+            runs = evidence.rows(*cell, method)
+            gain = evidence.difference("accuracy", cell, method, REFERENCE)
+            contents = {
+                "task": cell[1],
+                "method": label(method),
+                "seeds": str(len(runs)),
+                "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+                **_gain(Difference() if method == REFERENCE else gain),
+                "load variance": shown(METRICS["load_variance"], _mean(runs, "load_variance")),
+                "utilization": shown(METRICS["utilization"], _mean(runs, "utilization")),
+                "learning rate": _values(runs["learning_rate"]),
+                "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
+            }
+            rows.append(Row(contents))
+    return Table("single", "Means over seeds; differences from Baseline", rows)
+
+
+def _tasks(evidence: Evidence, cell: Cell) -> list[str]:
+    """The tasks that a cell's runs have an accuracy of."""
+    runs = evidence.rows(*cell, evidence.methods(cell)[0])
+    return [str(n) for n in runs if str(n).startswith("accuracy.") and runs[n].notna().any()]
 
 
 def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
@@ -225,17 +305,51 @@ def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
 def _by_task(evidence: Evidence, cell: Cell) -> Table:
     own = evidence.rows(*cell, REFERENCE)
     rows = []
-    for name in (n for n in own if str(n).startswith("accuracy.") and own[n].notna().any()):
+    for name in _tasks(evidence, cell):
         gain, metric = evidence.difference(name, cell, PROPOSED, REFERENCE), METRICS["accuracy"]
         contents = {
-            "task": str(name).removeprefix("accuracy."),
+            "task": name.removeprefix("accuracy."),
             "Baseline": shown(metric, own[name].mean()),
             "GAR": shown(metric, _mean(evidence.rows(*cell, PROPOSED), name)),
-            "difference, pp": shown(POINTS, gain.mean, sign=True),
-            "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
+            **_gain(gain),
         }
         rows.append(Row(contents))
     return Table("tasks", "GAR and Baseline by task", rows)
+
+
+def _rates(evidence: Evidence) -> list[Part]:
+    """What is left of a method's difference beside its update without the method, at the same rate."""
+    searched_in = evidence.suites[RATES].file.chosen_from.settings
+    rows, notes = [], []
+    for setting, mixture in evidence.cells([RATES]):
+        of_methods = (searched_in[setting], mixture)
+        usual = evidence.values("accuracy", *of_methods, REFERENCE)
+        for method in evidence.methods((setting, mixture)):
+            alone = evidence.values("accuracy", setting, mixture, method)
+            with_it = evidence.values("accuracy", *of_methods, method)
+            rest = differences(with_it, alone)
+            contents = {
+                "setting": of_methods[0],
+                "mixture": mixture,
+                "method": label(method),
+                "learning rate": _values(evidence.rows(setting, mixture, method)["learning_rate"]),
+                "Baseline's": _values(evidence.rows(*of_methods, REFERENCE)["learning_rate"]),
+                **{
+                    f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
+                    f"{interval(POINTS, d.low, d.high, sign=True).text}"
+                    for what, d in (
+                        ("method − Baseline", differences(with_it, usual)),
+                        ("its rate alone − Baseline", differences(alone, usual)),
+                        ("method − its rate alone", rest),
+                    )
+                },
+            }
+            rows.append(Row(contents))
+            said = verdict(label(method), rest, "Baseline's update at its learning rate")
+            notes.append(f"{of_methods[0]}, {mixture}: {said}.")
+    if not rows:
+        return ["Not run.\n"]
+    return [Table("rates", "The methods switched off, at their learning rates", rows, notes)]
 
 
 def _beside(evidence: Evidence) -> list[Part]:
@@ -357,9 +471,10 @@ def _when(evidence: Evidence) -> list[Part]:
     if not asked:
         return ["Not run.\n"]
     own = gains(evidence, PROPOSED)
+    seeds = " to ".join(map(str, sorted({min(own.seeds, default=0), max(own.seeds, default=0)})))
     parts: list[Part] = [
         ASKED,
-        f"{len(own.mixtures)} mixtures, {min(own.seeds, default=0)} to {max(own.seeds, default=0)} seeds.\n",
+        f"{len(own.mixtures)} mixtures, {seeds} seeds.\n",
     ]
     adjusted = holm([question.answer.p for question in asked])
     rows = []

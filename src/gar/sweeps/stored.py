@@ -197,7 +197,7 @@ def follows(line: Mapping[str, str], combination: Combination) -> bool:
 def points_of(run: Run, line: Line) -> Iterator[Line]:
     """The evaluations of a run before its end."""
     for update, sections in run.evaluations[:-1]:
-        values = {name: _cell(METRICS[name].read(sections)) for name in ON_THE_WAY}
+        values = {name: _cell(METRICS[name].read(sections), digits=4) for name in ON_THE_WAY}
         yield {"id": line["id"], "configuration": line["configuration"], "update": str(update), **values}
 
 
@@ -224,9 +224,9 @@ def _key(line: Line) -> tuple[str, ...]:
     return tuple(line[name] for name in KEY)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, digits: int = 5) -> str:
     if isinstance(value, float):
-        return "" if value != value else f"{value:.5g}"
+        return "" if value != value else f"{value:.{digits}g}"
     return "" if value is None else str(value)
 
 
