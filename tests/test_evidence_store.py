@@ -134,7 +134,7 @@ def test_a_line_has_what_the_run_s_files_say(tmp_path: Path) -> None:
     assert point["update"] == "2"
     assert all(point[name] == line[name] for name in KEY[:2])
     cosine = early["evaluation"]["routing"]["task_cosine"]
-    assert float(point["task_cosine"]) == pytest.approx(cosine, rel=1e-4, abs=1e-12)
+    assert float(point["task_cosine"]) == pytest.approx(cosine, rel=1e-3, abs=1e-12)
 
 
 def test_a_line_says_whether_its_run_follows_a_suite(tmp_path: Path) -> None:
