@@ -244,10 +244,22 @@ def test_coefficients_and_denominator() -> None:
     shifts = {"gar-0": 0.0, "gar-1e-3": 0.01, "gar-1e-3-numerator": -0.02, "gar-1e-2": 0.0}
     text, figures = page(Evidence(cell_lines(shifts, 10, ("sweep_top1", "six_complete")), []))
     shown = section(text, "Coefficient and denominator")
-    assert "without the denominator, GAR is worse than with it" in shown
+    assert "GAR without its denominator is worse than GAR" in shown
     assert "coefficients.svg" in figures
     assert "<svg" in figures["coefficients.svg"]
     assert "results/coefficients.svg" in shown
+
+
+@pytest.mark.parametrize(("shift", "said"), [(0.02, "1 better. Hardly any"), (-0.02, "1 worse.\n")])
+def test_what_collapse_costs_is_said(shift: float, said: str) -> None:
+    shifts = {"gar-0": 0.0, "gar-1e-3-numerator": shift}
+    lines = cell_lines(shifts, 10, ("sweep_top1", "six_complete"))
+    used = [{**each, "utilization": "0.125" if "numerator" in each["id"] else "0.9"} for each in lines]
+    both = cell_lines({"baseline": 0.0, "gar": 0.0})
+    text = text_of([*used, *both])
+    assert said in section(text, "In short")
+    assert "Fewer than a quarter of the experts are in use, and 1e-3-numerator is" in text
+    assert "Fewer than" not in text_of([*lines, *both])
 
 
 def test_the_paper_s_values_stand_beside_ours() -> None:

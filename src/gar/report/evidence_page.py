@@ -61,6 +61,9 @@ DRAWN = ("accuracy", "load_variance", "nmi", "task_cosine")
 #: What an interval says; the first two are findings.
 KINDS = ("better", "worse", "not told apart", "not compared")
 
+#: The share of experts in use below which a run has hardly any.
+COLLAPSED = 0.25
+
 RHO = Metric("rho", "Spearman's correlation", digits=2, bounds=(-1, 1))
 
 INTRODUCTION = """\
@@ -203,9 +206,27 @@ def _short(evidence: Evidence) -> list[Part]:
     return [
         f"{head}.\n",
         *apart,
+        *_without_experts(evidence),
         "",
         Table("short", "GAR − Baseline in every cell", rows),
         Table("methods", "Every method against Baseline, in numbers of cells", _all_methods(found)),
+    ]
+
+
+def _without_experts(evidence: Evidence) -> list[str]:
+    """Whether experts are of any use at all: the forms that collapsed, against the coefficient 0."""
+    kinds: Counter[str] = Counter()
+    for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
+        for method in evidence.methods(cell):
+            if _mean(evidence.rows(*cell, method), "utilization") < COLLAPSED:
+                kinds[_kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
+    if not kinds:
+        return []
+    said = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+    as_well = "" if kinds["worse"] else " Hardly any experts do as well as eight there."
+    return [
+        "- Forms of GAR that leave fewer than a quarter of the experts in use, against coefficient 0 "
+        f"([below](#coefficient-and-denominator)): {said}.{as_well}"
     ]
 
 
@@ -425,11 +446,12 @@ def _coefficients(evidence: Evidence) -> list[Part]:
             if method.endswith("-numerator"):
                 whole = method.removesuffix("-numerator")
                 said = verdict(
-                    "without the denominator, GAR",
-                    evidence.difference("accuracy", cell, method, whole),
-                    "with it",
+                    "GAR without its denominator", evidence.difference("accuracy", cell, method, whole), "GAR"
                 )
                 notes.append(f"Coefficient {whole.removeprefix('gar-')}: {said}.")
+            if _mean(runs, "utilization") < COLLAPSED:
+                said = verdict(method.removeprefix("gar-"), gain, "coefficient 0")
+                notes.append(f"Fewer than a quarter of the experts are in use, and {said}.")
         parts.append(Table("coefficients", f"{cell[0]}, {cell[1]}", rows, notes))
     return parts or ["Not run.\n"]
 
