@@ -254,12 +254,15 @@ def test_coefficients_and_denominator() -> None:
 def test_what_collapse_costs_is_said(shift: float, said: str) -> None:
     shifts = {"gar-0": 0.0, "gar-1e-3-numerator": shift}
     lines = cell_lines(shifts, 10, ("sweep_top1", "six_complete"))
-    used = [{**each, "utilization": "0.125" if "numerator" in each["id"] else "0.9"} for each in lines]
+    used, spread = (
+        [{**each, "utilization": share if "numerator" in each["id"] else "0.9"} for each in lines]
+        for share in ("0.125", "0.9")
+    )
     both = cell_lines({"baseline": 0.0, "gar": 0.0})
     text = text_of([*used, *both])
     assert said in section(text, "In short")
     assert "Fewer than a quarter of the experts are in use, and 1e-3-numerator is" in text
-    assert "Fewer than" not in text_of([*lines, *both])
+    assert "Fewer than" not in text_of([*spread, *both])
 
 
 def test_the_paper_s_values_stand_beside_ours() -> None:

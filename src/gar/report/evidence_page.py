@@ -218,7 +218,7 @@ def _without_experts(evidence: Evidence) -> list[str]:
     kinds: Counter[str] = Counter()
     for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
         for method in evidence.methods(cell):
-            if _mean(evidence.rows(*cell, method), "utilization") < COLLAPSED:
+            if method != "gar-0" and _mean(evidence.rows(*cell, method), "utilization") < COLLAPSED:
                 kinds[_kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
     if not kinds:
         return []
@@ -449,7 +449,7 @@ def _coefficients(evidence: Evidence) -> list[Part]:
                     "GAR without its denominator", evidence.difference("accuracy", cell, method, whole), "GAR"
                 )
                 notes.append(f"Coefficient {whole.removeprefix('gar-')}: {said}.")
-            if _mean(runs, "utilization") < COLLAPSED:
+            if gain.seeds and _mean(runs, "utilization") < COLLAPSED:
                 said = verdict(method.removeprefix("gar-"), gain, "coefficient 0")
                 notes.append(f"Fewer than a quarter of the experts are in use, and {said}.")
         parts.append(Table("coefficients", f"{cell[0]}, {cell[1]}", rows, notes))
