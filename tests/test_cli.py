@@ -210,6 +210,30 @@ def test_the_default_directory_names_mixture_method_and_seed(
     assert re.fullmatch(r"tiny-gar-seed2-\d{8}-\d{6}", made.name)
 
 
+def test_runs_that_start_in_the_same_second_have_their_own_directories(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    for _ in range(3):
+        assert run(["train", str(file), "optimizer.updates=1"]) == 0
+    name = "tiny-gar-seed0-20260102-030405"
+    assert sorted(os.listdir("runs")) == [name, f"{name}-2", f"{name}-3"]
+    assert all((Path("runs") / made / "result.json").is_file() for made in os.listdir("runs"))
+
+
+def test_a_run_that_never_began_leaves_no_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", str(file), "backbone.name=nowhere"]) == 2
+    assert os.listdir("runs") == []
+    Path("runs").rmdir()
+    Path("runs").touch()
+    assert run(["train", str(file)]) == 2
+    assert "runs" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_train_without_the_cache_reaches_the_same(file: Path, tmp_path: Path) -> None:
     results = []
     for n, more in enumerate(([], ["--no-cache", f"cache.directory={tmp_path / 'cache'}"])):

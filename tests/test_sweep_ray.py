@@ -180,36 +180,40 @@ def cluster() -> Iterator[Any]:
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")
-def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path) -> None:
+def test_a_lost_node_costs_no_run(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = cluster.add_node(num_cpus=1, object_store_memory=10**8)
     cluster.wait_for_nodes()
-    # As often as there is one: a sweep's usual pause between checkpoints is longer than these runs.
-    suite = tiny_suite(updates=1500, methods=["baseline", "gar"], seeds=3, set={"checkpoint.pause": 0.0})
-    executor = LosesANode(cluster, second)
+    gone = tmp_path / "gone"
+    (tmp_path / "beside.py").write_text(own_method(monkeypatch, "beside") + waits_for(gone))
+    base = {**tiny_base(100), "checkpoint": {"every": 2, "pause": 0.0}, "plugins": ["beside"]}
+    tree = {"settings": {"own": base}, "methods": ["baseline", "beside"], "seeds": 3}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    suite, out = load_suite(tmp_path / "s.yaml"), tmp_path / "out"
+    executor = LosesANode(cluster, second, gone)
     assert executor.free == 2
-    outcome = run_sweep(make_plan(suite, tmp_path), executor, view=quiet(), keep_models=False)
+    outcome = run_sweep(make_plan(suite, out), executor, view=quiet(), keep_models=False)
     executor.close()
     assert executor.lost_while_busy == 2
     assert (outcome.finished, outcome.failed, outcome.exit_code) == (6, 0, 0)
     until(lambda: executor.free == 1)  # the cluster notices the loss by missing heartbeats
     attempts = []
     for run in suite.runs():
-        result = read_json(tmp_path / run.id / RESULT)
+        result = read_json(out / run.id / RESULT)
         assert result is not None
         assert (result["method"], result["seed"], result["updates"]) == (
             run.tree()["method"]["name"],
             run.seed,
-            1500,
+            100,
         )
-        assert len((tmp_path / run.id / "history.jsonl").read_text().splitlines()) == 1500
-        assert (tmp_path / run.id / DIAGNOSTICS).is_file()
-        assert not (tmp_path / run.id / MODEL).exists()
-        assert not (tmp_path / run.id / CHECKPOINTS).exists()
-        attempts.append((read_json(tmp_path / run.id / store.RECORD) or {})["attempts"])
+        assert len((out / run.id / "history.jsonl").read_text().splitlines()) == 100
+        assert (out / run.id / DIAGNOSTICS).is_file()
+        assert not (out / run.id / MODEL).exists()
+        assert not (out / run.id / CHECKPOINTS).exists()
+        attempts.append((read_json(out / run.id / store.RECORD) or {})["attempts"])
     assert sorted(attempts) == [1, 1, 1, 1, 1, 2]
     (lost,) = executor.losses
     assert lost.facts["checkpoint"].startswith("checkpoints/0")
-    assert make_plan(suite, tmp_path).remaining == 0
+    assert make_plan(suite, out).remaining == 0
 
 
 @needs_ray
@@ -251,24 +255,45 @@ def test_stopping_brings_the_checkpoints_home(
     assert int(kept.name) > 0
 
 
-class LosesANode(RayExecutor):
-    """Takes one node away, without a goodbye, once a run has finished and both nodes are far in the next."""
+def waits_for(gone: Path) -> str:
+    """Hooks of a method that stays in its fifth update until the file is there.
 
-    def __init__(self, cluster: Any, node: Any) -> None:
+    The ones before are long enough for what they tell, and their checkpoint, to be sent.
+    """
+    return f"""
+    def initial_state(self, model):
+        import torch
+        return {{"updates": torch.zeros((), dtype=torch.int64)}}
+
+    def after_step(self, update):
+        import pathlib, time
+        update.state["updates"] += 1
+        while not pathlib.Path({str(gone)!r}).exists():
+            time.sleep(1.0)
+            if update.state["updates"] < 5:
+                break
+"""
+
+
+class LosesANode(RayExecutor):
+    """Takes one node away, without a goodbye, once both nodes are in a run that waits for the file ``gone``.
+
+    Of each of them a checkpoint has arrived, and neither can have ended, however late its news come here.
+    """
+
+    def __init__(self, cluster: Any, node: Any, gone: Path) -> None:
         super().__init__()
-        self.cluster, self.node, self.lost_while_busy = cluster, node, 0
+        self.cluster, self.node, self.gone, self.lost_while_busy = cluster, node, gone, 0
         self.losses: list[Event] = []
-        self.far: set[str] = set()
-        self.seen_finished = False
 
     def events(self, timeout: float) -> list[Event]:
         found = super().events(timeout)
         self.losses += [event for event in found if event.kind == "lost"]
-        self.far |= {event.job.id for event in found if event.facts.get("done", 0) > 300}
-        self.far -= {event.job.id for event in found if event.ends}
-        if self.node is not None and self.seen_finished and self.busy == len(self.far) == 2:
+        running = [attempt.job for attempt in self._running.values()]
+        waiting = [job for job in running if job.config["method"]["name"] == "beside"]
+        if self.node is not None and sum(bool(checkpoints(job.out / CHECKPOINTS)) for job in waiting) == 2:
             self.lost_while_busy = self.busy
             self.cluster.remove_node(self.node, allow_graceful=False)
+            self.gone.touch()
             self.node = None
-        self.seen_finished = self.seen_finished or any(event.kind == "finished" for event in found)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Override
 from gar.data import load_mixture, majority_shares
 from gar.distributed import joined, launch
 from gar.errors import UserError
+from gar.runs.directory import claim, give_back
 from gar.runs.names import CONFIG, path_part
 from gar.training import Hooks, train_from_config
 
@@ -51,14 +52,17 @@ def train(
     if ranks > 1 and not several_ranks():
         raise typer.Exit(launch([sys.executable, "-m", "gar", *sys.argv[1:]], ranks))
     options = {"seed": seed, "device": device, "data_dir": data_dir, "no_cache": no_cache}
-    with joined() as job:
+    with ExitStack() as stack:
+        job = stack.enter_context(joined())
         config = job.each(lambda: configured(what, overrides, **options))
         if out is None:
             if resume:
                 raise UserError("--resume: which run? name its directory with --out")
             stem = path_part(config.mixture.name or Path(what).stem)
-            now = job.told(lambda: time.strftime("%Y%m%d-%H%M%S"))
-            out = Path("runs") / f"{stem}-{config.method.name}-seed{config.seed}-{now}"
+            name = f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            out = job.told(lambda: claim(Path("runs") / name))
+            if job.is_first:
+                stack.callback(give_back, out)
         with progress_hooks(config.method.name) if job.is_first else nullcontext(Hooks()) as hooks:
             if resume and not (out / CONFIG).is_file():
                 hooks.message(f"{out}: no run to continue; a new one starts")

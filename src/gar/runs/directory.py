@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -128,6 +129,26 @@ def hold(
             raise
         where = path if error.filename is None else error.filename
         raise UserError(f"{where}: {error.strerror or error}; complete files are kept") from error
+
+
+def claim(path: Path) -> Path:
+    """Make a directory of this name that is nobody's yet, or of the name with the first free of -2, -3, …"""
+    for number in itertools.count(1):
+        made = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            made.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{made}: {error.strerror or error}; name another place with --out") from error
+        break
+    return made
+
+
+def give_back(path: Path) -> None:
+    """Remove a claimed directory if no run began in it."""
+    if not (path / CONFIG).is_file():
+        _forget(path, new=True)
 
 
 def check_directory(path: Path, resume: bool) -> None:
