@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +9,14 @@ import pytest
 import torch
 
 from support.tiny import relative_error
+from support.torchrun import two_ranks
 from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, added, training
-
-ROOT = Path(__file__).parent
-LIMIT = 300  # seconds for all of it
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks saved: a function of the name and the rank."""
-    out = tmp_path_factory.mktemp("ranks")
-    script = ROOT / "support" / "trainer_fsdp.py"
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, out],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return lambda name, rank: torch.load(out / f"{name}-{rank}.pt", weights_only=True)
+    return two_ranks("trainer_fsdp.py", tmp_path_factory.mktemp("ranks"))
 
 
 def compare(found: dict[str, Any], alone: Any) -> None:

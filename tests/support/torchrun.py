@@ -1,0 +1,28 @@
+"""Scripts of this directory on two ranks of one machine, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+LIMIT = 300  # seconds for all that a script does
+
+
+def two_ranks(script: str, out: Path) -> Callable[[str, int], Any]:
+    """Run ``script`` with one thread a rank on the CPU; what rank r saved as ``out/name-r.pt``, by both."""
+    paths = os.pathsep.join([str(HERE.parent), *sys.path])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, HERE / script, out],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lambda name, rank: torch.load(out / f"{name}-{rank}.pt", weights_only=True)
