@@ -1,8 +1,10 @@
 # Two commands do everything on a fresh machine: `make quickstart` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+# A process a core, of neighbouring tests: what a module's tests share is made once, not in every process.
+SPREAD := -n auto --dist worksteal
 
-.PHONY: install quickstart test test-slow test-numerics lint docs bench clean
+.PHONY: install quickstart test test-all test-slow test-numerics lint docs bench clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -15,16 +17,20 @@ quickstart: install
 	$(BIN)/gar quickstart
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD)
+
+# All of it at once, the slow ones among the others: no core waits for them.
+test-all: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m ''
 
 # What takes over half a minute by itself.
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m slow
 
 # What compares floating-point results once more: two threads, and the oldest instruction set of every library.
 OLDEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem
 test-numerics: install
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(OLDEST) $(BIN)/python -m pytest -n auto -m numerics
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(OLDEST) $(BIN)/python -m pytest $(SPREAD) -m numerics tests
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Every test starts from the same random state, and draws the same examples every time."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ NUMERICS = {
     "test_model", "test_nn", "test_objective", "test_observation", "test_oracles", "test_reproducibility",
     "test_routing", "test_runs", "test_sweep", "test_theory", "test_training", "test_whole_gradients",
 }  # fmt: skip
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m numerics`` no module without such a test is imported."""
+    if config.option.markexpr != "numerics" or collection_path.suffix != ".py":
+        return None
+    has = collection_path.stem in NUMERICS or "mark.numerics" in collection_path.read_text(encoding="utf-8")
+    return None if has else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
