@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +22,14 @@ from gar.cli.options import (
 )
 from gar.config import Config, load_tree, parse_overrides, set_key
 from gar.data.load import resolve
-from gar.errors import UserError, path_kind
+from gar.errors import UserError, one_of, path_kind
+from gar.methods import REFERENCE, Range
 from gar.presets.catalogue import is_searched, resolve_config
 from gar.runs.names import path_part
 from gar.runs.stopping import StopSignals
 from gar.sweeps.local import GpuUse, LocalExecutor, fitting_jobs
 from gar.sweeps.progress import View
-from gar.sweeps.search import Budget, Found, SearchError, Wanted, space, sweeping
+from gar.sweeps.search import Budget, Found, SearchError, Space, Wanted, space, sweeping
 from gar.sweeps.search import search as search_methods
 from gar.sweeps.store import SWEEP, hold
 from gar.sweeps.suite import Suite, load_suite, shipped
@@ -58,6 +61,18 @@ def search(
         int | None,
         typer.Option(min=1, help="Updates of a candidate, single tasks too; default: the protocol's."),
     ] = None,
+    candidates: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Candidates a method, spread over its ranges; default: the protocol's grids."
+        ),
+    ] = None,
+    within: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--range", metavar="NAME=LOW,HIGH", help="Another range of a coordinate; may be repeated."
+        ),
+    ] = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -72,8 +87,9 @@ def search(
     changes = {**parse_overrides(overrides or []), **option_overrides(device=device, data_dir=data_dir)}
     budget = Budget() if updates is None else Budget(updates=updates, single_task_updates=updates)
     comparisons = list(_comparisons(what, changes, method, setting or (), mixture or ()))
-    for name in (name for each in comparisons for name in each.methods):
-        space(name)
+    names = dict.fromkeys([REFERENCE, *(name for each in comparisons for name in each.methods)])
+    ranges = _ranges(within or [], [space(name) for name in names])
+    budget = replace(budget, candidates=candidates, ranges=ranges)
     uses = {GpuUse.of(each.bases(name)) for each in comparisons for name in each.methods}
     console = Console()
     try:
@@ -87,7 +103,7 @@ def search(
             for each, found in search_methods(comparisons, measure, out, seed=seed, budget=budget):
                 path = f"{each.setting}/{each.mixture}/{found.method}"
                 view.say(f"chosen for {path}: accuracy {found.score:.4f} on the probe")
-                console.print(_table(path, found))
+                console.print(_table(path, found, ranges))
                 console.print(f"gar train {out / path / 'chosen.yaml'}", soft_wrap=True)
     except SearchError as failure:
         Console(stderr=True).print(f"error: {failure}; start again to go on", markup=False, soft_wrap=True)
@@ -139,11 +155,31 @@ def _with_method(config: Config, method: str) -> dict[str, Any]:
     return tree
 
 
-def _table(path: str, found: Found) -> Table:
+def _ranges(texts: Sequence[str], spaces: Sequence[Space]) -> dict[str, Range]:
+    """Ranges by coordinate, each on the scale that it has."""
+    scales = {each.name: each.scale for where in spaces for each in where.coordinates}
+    found: dict[str, Range] = {}
+    for text in texts:
+        name, _, limits = text.partition("=")
+        if name not in scales:
+            raise one_of("--range", name, scales)
+        try:
+            low, high = map(float, limits.split(","))
+        except ValueError:
+            raise UserError(f"--range {text}: expected {name}=LOW,HIGH") from None
+        scale = scales[name]
+        if not (math.isfinite(high) and low < high and (low > 0 or scale == "linear")):
+            above = "0 < LOW" if scale == "log" else "LOW"
+            raise UserError(f"--range {text}: the scale is {scale}; expected {above} < HIGH")
+        found[name] = Range(low, high, scale)
+    return found
+
+
+def _table(path: str, found: Found, ranges: Mapping[str, Range]) -> Table:
     table = Table(title=path, title_justify="left")
     for heading in ("", "chosen", "range"):
         table.add_column(heading)
-    where = space(found.method)
+    where = space(found.method, ranges)
     limits = {c.name: f"{c.low:g} … {c.high:g}, {c.scale}" for c in where.coordinates}
     for name, value in found.values.items():
         table.add_row(name, f"{value:.3g}", limits.get(name, "from Baseline"))

@@ -9,6 +9,9 @@ leaves three things open; the choices here are
   of the eight-point grid, both on the inner side when the best is a limit. They depend on the search's seed,
   the method and the coordinate alone.
 
+With ``Budget.candidates`` there is one stage in place of all that: so many points of a Halton sequence in the
+method's ranges, the same number for every method and the same learning rates.
+
 A tie goes to the candidate that comes first. The two seeds of every candidate are not among 0-4, those of the
 final runs.
 """
@@ -23,15 +26,16 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from scipy.stats import qmc
 
 from gar import config as configuration
 from gar.config import set_key
 from gar.data.load import resolve
 from gar.errors import UserError
-from gar.methods import REGISTRY, check_name
+from gar.methods import REGISTRY, Range, check_name
 from gar.presets import paper
 from gar.presets.catalogue import is_searched, searched
 from gar.runs import DamagedFile, State, read_result, state_of
@@ -59,7 +63,7 @@ class Coordinate:
     name: str
     low: float
     high: float
-    scale: str
+    scale: Literal["log", "linear"]
     count: int
 
     def grid(self) -> list[float]:
@@ -114,10 +118,11 @@ class Space:
     """Coordinates whose value is Baseline's."""
 
 
-def space(method: str) -> Space:
+def space(method: str, ranges: Mapping[str, Range] | None = None) -> Space:
     """The search space of a method: from the packaged protocol, or from the ranges that a class declares.
 
     Methods that are joined by + are searched together: the learning rate, then what each has of its own.
+    ``ranges`` take the place of those of these names, in the methods that have them.
     """
     protocol = paper.hpo()
     parts = check_name(method, "--method")
@@ -135,8 +140,8 @@ def space(method: str) -> Space:
             common = {"candidates": found["learning_rate"]["candidates"]}
             found |= {f"{part}.{field}": {**own._asdict(), **common} for field, own in cls.ranges.items()}
         for name, entry in found.items():
-            limits = (entry["low"], entry["high"], entry["scale"], entry["candidates"])
-            coordinates.setdefault(name, Coordinate(name, *limits))
+            limits = (ranges or {}).get(name) or Range(entry["low"], entry["high"], entry["scale"])
+            coordinates.setdefault(name, Coordinate(name, *limits, entry["candidates"]))
     inherited = [] if method == "baseline" else protocol["inherited_from_baseline"]
     keys = {column: key for key, column in searched(method).items()}
     return Space(method, tuple(coordinates.values()), keys, tuple(inherited))
@@ -151,6 +156,10 @@ class Budget:
     seeds: int = paper.hpo()["candidate_evaluation"]["seeds"]
     single_task_updates: int | None = None
     """In place of ``epochs``, to try a search out."""
+    candidates: int | None = None
+    """Every method's, spread over its ranges, in place of the protocol's grids."""
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    """In place of the protocol's and the methods' own, by coordinate."""
 
     def apply(self, tree: Tree) -> Tree:
         """A candidate's configuration: the search budget, no evaluation on the way."""
@@ -249,33 +258,22 @@ def search_method(
     not run again; ``chosen.yaml`` and ``search.json`` beside them come last.
     """
     method = base["method"]["name"]
-    where = space(method)
+    budget = budget or Budget()
+    where = space(method, budget.ranges)
     missing = [name for name in where.inherited if name not in (inherited or {})]
     if missing:
         raise UserError(
             f"search {method}: {', '.join(missing)} come from Baseline, which has to be searched first"
         )
     locked = {name: (inherited or {})[name] for name in where.inherited}
-    budget = budget or Budget()
     seeds = range(FIRST_SEED + seed * budget.seeds, FIRST_SEED + (seed + 1) * budget.seeds)
     scorer = _Scorer(base, where, locked, out, (setting, mixture), seeds, budget)
-    current: Values = {coordinate.name: coordinate.middle for coordinate in where.coordinates}
-    steps: list[Compared] = []
-    for coordinate in where.coordinates:
-        tried = [{**current, coordinate.name: value} for value in coordinate.grid()]
-        compared = yield from scorer.compare(coordinate.name, tried)
-        steps.append(compared)
-        if (index := _best(compared.scores)) is not None:
-            current = tried[index]
-    near = (
-        (current[c.name], *c.nearby(current[c.name], seed, "search", "nearby", method))
-        for c in where.coordinates
-    )
-    names = [coordinate.name for coordinate in where.coordinates]
-    compared = yield from scorer.compare(
-        "local", [dict(zip(names, point, strict=True)) for point in itertools.product(*near)]
-    )
-    steps.append(compared)
+    if budget.candidates is None:
+        steps = yield from _protocol(scorer, seed)
+    else:
+        compared = yield from scorer.compare("spread", spread(where, budget.candidates))
+        steps = [compared]
+    compared = steps[-1]
     directory = out / setting / mixture / method
     index = _best(compared.scores)
     if index is None:
@@ -286,6 +284,46 @@ def search_method(
     found = Found(method, {**values, **locked}, score, tree, steps, scorer.problems)
     _write(found, directory)
     return found
+
+
+def spread(where: Space, count: int) -> list[Values]:
+    """``count`` points of a space: of a Halton sequence, each coordinate on its own scale.
+
+    The first coordinate's values depend on their number alone.
+
+    >>> where = space("gar", {"learning_rate": Range(0, 1, "linear")})
+    >>> [point["learning_rate"] for point in spread(where, 3)]
+    [0.5, 0.25, 0.75]
+    """
+    drawn = qmc.Halton(len(where.coordinates), scramble=False).random(count + 1)[
+        1:
+    ]  # the first is the origin
+    return [
+        {each.name: each.at(float(at)) for each, at in zip(where.coordinates, point, strict=True)}
+        for point in drawn
+    ]
+
+
+def _protocol(scorer: _Scorer, seed: int) -> Generator[Stage, None, list[Compared]]:
+    """The coordinate-wise pass, then the local grid around its result."""
+    where = scorer.where
+    current: Values = {coordinate.name: coordinate.middle for coordinate in where.coordinates}
+    steps: list[Compared] = []
+    for coordinate in where.coordinates:
+        tried = [{**current, coordinate.name: value} for value in coordinate.grid()]
+        compared = yield from scorer.compare(coordinate.name, tried)
+        steps.append(compared)
+        if (index := _best(compared.scores)) is not None:
+            current = tried[index]
+    near = (
+        (current[c.name], *c.nearby(current[c.name], seed, "search", "nearby", where.method))
+        for c in where.coordinates
+    )
+    names = [coordinate.name for coordinate in where.coordinates]
+    compared = yield from scorer.compare(
+        "local", [dict(zip(names, point, strict=True)) for point in itertools.product(*near)]
+    )
+    return [*steps, compared]
 
 
 @dataclass
