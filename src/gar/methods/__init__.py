@@ -24,6 +24,7 @@ from gar.methods.stgc import STGC
 from gar.methods.stgc_load import STGCLoad
 from gar.methods.switch_aux import SwitchAux
 from gar.methods.task_information import TaskInformation
+from gar.methods.term import PassTerm, RouterTerm
 from gar.methods.torchjd import TorchJD
 from gar.methods.update import GroupWeights, Pass, PassSite, Share, Update, UpdateSite
 
@@ -176,7 +177,9 @@ __all__ = [
     "MethodState",
     "Pass",
     "PassSite",
+    "PassTerm",
     "Range",
+    "RouterTerm",
     "RouterZLoss",
     "STGCLoad",
     "Share",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
-from gar.methods.base import Method, Range
-from gar.methods.update import Update
+from gar.methods.base import Range
+from gar.methods.term import RouterTerm
+from gar.methods.update import Update, UpdateSite
 
 
-class GlobalBalance(Method):
+class GlobalBalance(RouterTerm):
     """``L_task + coefficient * E sum_e stopgrad(f_e) P_e`` with f and P of the whole update.
 
     ``f_e`` is the share of the update's selections (k a routed unit) that went to e, ``P_e`` the mean over
@@ -26,19 +26,9 @@ class GlobalBalance(Method):
     label: ClassVar[str] = "Global balance"
     capturable: ClassVar[bool] = True
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-6, 1e-1)}
-    coefficient: float = Field(1e-3, ge=0)
 
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
-
-    def router_loss(self, update: Update) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        total = update.zero
-        for site in update.sites:
-            mass = site.unit_sums(lambda routing: routing.logits.softmax(-1)).sum(0)
-            chosen = site.selections().sum(0).to(mass.dtype)
-            mean = mass / site.unit_count().to(mass.dtype)
-            total = total + len(mass) * (chosen / chosen.sum().clamp(min=1) * mean).sum()
-        return self.coefficient * total
+    def at(self, site: UpdateSite, update: Update) -> Tensor:
+        mass = site.unit_sums(lambda routing: routing.logits.softmax(-1)).sum(0)
+        chosen = site.selections().sum(0).to(mass.dtype)
+        mean = mass / site.unit_count().to(mass.dtype)
+        return len(mass) * (chosen / chosen.sum().clamp(min=1) * mean).sum()

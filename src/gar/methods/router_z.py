@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
-from gar.methods.base import Method, Range
-from gar.methods.update import Update
+from gar.methods.base import Range
+from gar.methods.term import RouterTerm
+from gar.methods.update import Update, UpdateSite
 
 
-class RouterZLoss(Method):
+class RouterZLoss(RouterTerm):
     """``L_task + coefficient * mean_i (log sum_e exp z_ie)^2``, over all routed units i of the update.
 
     The paper's definition, a mean over the batch's tokens; sites add up. Routing inputs are detached here, so
@@ -22,17 +22,7 @@ class RouterZLoss(Method):
     label: ClassVar[str] = "z-loss"
     capturable: ClassVar[bool] = True
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-6, 1e-1)}
-    coefficient: float = Field(1e-3, ge=0)
 
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
-
-    def router_loss(self, update: Update) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        total = update.zero
-        for site in update.sites:
-            squares = site.unit_sums(lambda routing: routing.logits.logsumexp(-1).square())
-            total = total + squares.sum() / site.unit_count().to(squares.dtype)
-        return self.coefficient * total
+    def at(self, site: UpdateSite, update: Update) -> Tensor:
+        squares = site.unit_sums(lambda routing: routing.logits.logsumexp(-1).square())
+        return squares.sum() / site.unit_count().to(squares.dtype)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from gar.methods.base import Method, Range
-from gar.methods.update import Update
+from gar.methods.base import Range
+from gar.methods.term import RouterTerm
+from gar.methods.update import Update, UpdateSite
 from gar.objective import accurate
 
 
-class SimBal(Method):
+class SimBal(RouterTerm):
     """``L_task + coefficient * || R^T R - I ||_1``, with the experts' router weights as the columns of R.
 
     A router of orthonormal columns keeps the similarity of tokens in their logits, so that like tokens go to
@@ -28,18 +28,8 @@ class SimBal(Method):
     label: ClassVar[str] = "SimBal"
     capturable: ClassVar[bool] = True
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-5, 1.0)}
-    coefficient: float = Field(1e-3, ge=0)
 
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
-
-    def router_loss(self, update: Update) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        total = update.zero
-        for site in update.sites:
-            weight = accurate(site.bank.router.weight)  # [E, d], the transpose of R
-            unit = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-            total = total + (weight @ weight.T - unit).abs().sum()
-        return self.coefficient * total
+    def at(self, site: UpdateSite, update: Update) -> Tensor:
+        weight = accurate(site.bank.router.weight)  # [E, d], the transpose of R
+        unit = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        return (weight @ weight.T - unit).abs().sum()

@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gar.methods.base import Choices, Method
+from gar.methods.base import Choices
+from gar.methods.term import PassTerm
 from gar.methods.update import Pass, PassSite
 from gar.objective import accurate
 from gar.precision import full_precision
@@ -16,7 +17,7 @@ from gar.precision import full_precision
 THRESHOLD = 0.0
 
 
-class STGC(Method):
+class STGC(PassTerm):
     """``L_task + coefficient * sum_m v_m C_m`` (specification, section 5, STGC).
 
     Re-implemented from the paper's description of its adapted control. The conflict mask is detached; the
@@ -29,10 +30,6 @@ class STGC(Method):
     capturable: ClassVar[bool] = True
     coefficient: float = Field(1.0, ge=0, description="beta")
 
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
-
     def check(self, choices: Choices) -> str | None:
         if choices.site == "full_ffn":
             return (
@@ -41,25 +38,17 @@ class STGC(Method):
             )
         return None
 
-    def terms(self, pass_: Pass) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        return self.coefficient * sum(
-            (_site_loss(s, pass_) for s in pass_.sites), start=pass_.losses.new_zeros(())
-        )
-
-
-def _site_loss(site: PassSite, pass_: Pass) -> Tensor:
-    with full_precision(pass_.losses.device):
-        conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
-    away = torch.log_softmax(-site.routing.logits, -1)
-    chosen = torch.where(conflict, away, torch.zeros_like(away))
-    grouping = site.weights.grouping
-    rows = conflict.shape[0]
-    total = grouping.sum(chosen.reshape(rows, -1).sum(1))
-    count = grouping.sum(conflict.reshape(rows, -1).sum(1).to(away.dtype))
-    losses = -total / (away.shape[-1] * count.clamp(min=1))
-    return (site.weights.task_weights.to(losses.dtype) * losses).sum()
+    def at(self, site: PassSite, pass_: Pass) -> Tensor:
+        with full_precision(pass_.losses.device):
+            conflict = conflicts(site, site.observation.output_gradient(pass_.task_loss))
+        away = torch.log_softmax(-site.routing.logits, -1)
+        chosen = torch.where(conflict, away, torch.zeros_like(away))
+        grouping = site.weights.grouping
+        rows = conflict.shape[0]
+        total = grouping.sum(chosen.reshape(rows, -1).sum(1))
+        count = grouping.sum(conflict.reshape(rows, -1).sum(1).to(away.dtype))
+        losses = -total / (away.shape[-1] * count.clamp(min=1))
+        return (site.weights.task_weights.to(losses.dtype) * losses).sum()
 
 
 @torch.no_grad()

@@ -23,7 +23,9 @@ class STGCLoad(STGC):
 
     @property
     def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient or self.load_coefficient else frozenset()
+        return self.captures if self.coefficient or self.load_coefficient else frozenset()
 
     def router_loss(self, update: Update) -> Tensor | None:
-        return load_penalty(update, self.load_coefficient) if self.load_coefficient else None
+        if not self.load_coefficient:
+            return None
+        return self.load_coefficient * sum(map(load_penalty, update.sites), start=update.zero)

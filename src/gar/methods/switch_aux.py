@@ -7,12 +7,12 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from gar.methods.base import Method
+from gar.methods.term import PassTerm
 from gar.methods.update import Pass, PassSite
 from gar.observation import mean_over_units
 
 
-class SwitchAux(Method):
+class SwitchAux(PassTerm):
     """``L_task + coefficient * sum_m u_m E sum_e stopgrad(f_me) P_me`` (specification, section 5).
 
     At FFN sites ``u_m`` is the sample weight and routing inputs are detached; at the head site ``u_m`` is
@@ -30,25 +30,13 @@ class SwitchAux(Method):
     compared: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="alpha")
 
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
-
-    def terms(self, pass_: Pass) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        return self.coefficient * sum(
-            (_balance(site) for site in pass_.sites), start=pass_.losses.new_zeros(())
+    def at(self, site: PassSite, pass_: Pass) -> Tensor:
+        at_head = site.routes_examples
+        routing = site.routing if at_head else site.detached_routing()
+        u = site.weights.task_weights if at_head else site.weights.sample_weights
+        grouping, gates = site.weights.grouping, routing.gates
+        mass = mean_over_units(gates, routing.mask, grouping)
+        frequency = (
+            mean_over_units(routing.selected.to(gates.dtype), routing.mask, grouping) / site.bank.router.top_k
         )
-
-
-def _balance(site: PassSite) -> Tensor:
-    at_head = site.routes_examples
-    routing = site.routing if at_head else site.detached_routing()
-    u = site.weights.task_weights if at_head else site.weights.sample_weights
-    grouping, gates = site.weights.grouping, routing.gates
-    mass = mean_over_units(gates, routing.mask, grouping)
-    frequency = (
-        mean_over_units(routing.selected.to(gates.dtype), routing.mask, grouping) / site.bank.router.top_k
-    )
-    return gates.shape[-1] * (u.to(gates.dtype) * (frequency * mass).sum(1)).sum()
+        return gates.shape[-1] * (u.to(gates.dtype) * (frequency * mass).sum(1)).sum()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from gar.methods.base import Choices, Method, Range
-from gar.methods.update import Update
+from gar.methods.base import Choices, Range
+from gar.methods.term import RouterTerm
+from gar.methods.update import Update, UpdateSite
 
 
-class TaskInformation(Method):
+class TaskInformation(RouterTerm):
     """``L_task - coefficient * sum_te P(t,e) log(P(t,e) / (P(t) P(e)))``: experts should tell tasks apart.
 
     ``P(t,e) = sum_{m of t} v_m p_me`` over the groups of the update, with the task weights ``v_m`` of the
@@ -29,27 +29,17 @@ class TaskInformation(Method):
     label: ClassVar[str] = "Task information"
     capturable: ClassVar[bool] = True
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-5, 1.0)}
-    coefficient: float = Field(1e-3, ge=0)
-
-    @property
-    def observes(self) -> frozenset[str]:
-        return frozenset({"routing"}) if self.coefficient else frozenset()
 
     def check(self, choices: Choices) -> str | None:
         if choices.tasks == 1 and self.coefficient:
             return "there is one task only, and experts tell tasks apart; expected two or more"
         return None
 
-    def router_loss(self, update: Update) -> Tensor | None:
-        if not self.coefficient:
-            return None
-        total = update.zero
-        for site in update.sites:
-            p = site.probabilities(soft=True)
-            member = one_hot(update.tasks.to(p.device), update.task_count).to(p)
-            weighted = member * update.task_weights.to(p).unsqueeze(1)
-            total = total - mutual_information(weighted.T @ p)
-        return self.coefficient * total
+    def at(self, site: UpdateSite, update: Update) -> Tensor:
+        p = site.probabilities(soft=True)
+        member = one_hot(update.tasks.to(p.device), update.task_count).to(p)
+        weighted = member * update.task_weights.to(p).unsqueeze(1)
+        return -mutual_information(weighted.T @ p)
 
 
 def mutual_information(joint: Tensor) -> Tensor:
