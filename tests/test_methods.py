@@ -35,6 +35,7 @@ from gar.methods import (
     LossFreeBias,
     Method,
     MethodState,
+    OrthogonalityVariance,
     Pass,
     RouterZLoss,
     SimBal,
@@ -62,6 +63,7 @@ from support.tiny import (
     named_gradients,
     randomize,
     run_passes,
+    twin_experts,
     twin_logits,
     update_gradients,
     with_keep,
@@ -97,6 +99,8 @@ METHODS: dict[str, Method] = {
     "global_balance": GlobalBalance(coefficient=0.4),
     "task_information": TaskInformation(coefficient=0.4),
     "simbal": SimBal(coefficient=0.4),
+    "ortho_variance": OrthogonalityVariance(coefficient=0.4, variance_coefficient=0.7),
+    "both: gar, ortho_variance": Combined(parts=(GAR(coefficient=0.3), OrthogonalityVariance(coefficient=1))),
     "both: gar, zloss": Combined(parts=(GAR(coefficient=0.3), RouterZLoss(coefficient=0.4))),
     "both: gar, switchaux": Combined(parts=(GAR(coefficient=0.3), SwitchAux(coefficient=0.4))),
     "both: cagrad, switchaux, simbal": Combined(
@@ -235,6 +239,15 @@ def auxiliary_loss(twin: Twin, out: TwinOutput, g: Tensor, method: Method) -> Te
         total = total - method.coefficient * oracles.task_information(p, tasks, batch.v)
     if isinstance(method, SimBal):
         total = total + method.coefficient * oracles.simbal(twin.parameters[f"{twin.name}.router.weight"])
+    if isinstance(method, OrthogonalityVariance):
+        ones = torch.eye(out.chosen.shape[1], dtype=torch.float64)
+        x, slots = out.x.detach(), twin.slots()
+        alone = [twin_experts(twin.bank, slots, x, one.expand(len(x), -1), twin.keep) for one in ones]
+        overlap = oracles.overlap(
+            torch.stack(alone, 1), out.chosen, out.unit_groups, oracles.sample_weights(sizes)
+        )
+        total = total + method.coefficient * overlap
+        total = total - method.variance_coefficient * oracles.score_variance(logits_of(twin, out))
     return total
 
 
@@ -566,6 +579,7 @@ ZERO: dict[str, Method] = {
     "global_balance": GlobalBalance(coefficient=0),
     "task_information": TaskInformation(coefficient=0),
     "simbal": SimBal(coefficient=0),
+    "ortho_variance": OrthogonalityVariance(coefficient=0, variance_coefficient=0),
     "both": Combined(parts=(GAR(coefficient=0), SwitchAux(coefficient=0), LossFreeBias(speed=0))),
 }
 
@@ -1024,7 +1038,7 @@ def test_methods_survive_their_own_configuration(name: str) -> None:
 
 def test_the_registry_holds_the_methods_of_the_paper() -> None:
     paper = {"baseline", "gar", "stgc", "loadpen", "switchaux", "stgc_load", "cagrad"}
-    others = {"zloss", "loss_free", "global_balance", "task_information", "simbal"}
+    others = {"zloss", "loss_free", "global_balance", "task_information", "simbal", "ortho_variance"}
     assert set(REGISTRY) == paper | others | {"torchjd"}
     assert COMPARED == ("baseline", "gar", "switchaux"), "a comparison stays what it was"
     for name in paper | others:
@@ -1268,7 +1282,7 @@ def test_every_method_of_the_package_has_a_look_of_its_own() -> None:
     labels = [cls.label for cls in REGISTRY.values()]
     assert labels == [
         "Baseline", "CAGrad", "GAR", "STGC", "LoadPen", "SwitchAux", "STGC+Load", "z-loss", "Loss-free bias",
-        "Global balance", "Task information", "SimBal", "TorchJD",
+        "Global balance", "Task information", "SimBal", "Ortho+Variance", "TorchJD",
     ]  # fmt: skip
     styles = [cls.style for cls in REGISTRY.values() if cls.style is not None]
     assert len({color for color, _ in styles}) == len({marker for _, marker in styles}) == len(styles) == 7

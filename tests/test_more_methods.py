@@ -137,6 +137,7 @@ TOGETHER = [
     ["task_information", "loadpen"],
     ["cagrad", "switchaux", "zloss"],
     ["switchaux", "cagrad"],
+    ["cagrad", "ortho_variance"],
 ]
 
 

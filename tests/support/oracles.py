@@ -496,6 +496,33 @@ def simbal(weight: Tensor) -> Tensor:
     return total
 
 
+def overlap(y: Tensor, chosen: Tensor, groups: Sequence[int], u: Sequence[float]) -> Tensor:
+    """sum_m u_m mean_i 1/k sum_{a != b} |<y_a, y_b> / <y_b, y_b> y_b|^2 over i's chosen; y [N,E,d]."""
+    y = _f64(y)
+    total = torch.zeros((), dtype=torch.float64)
+    for m, weight in enumerate(u):
+        units = [i for i, group in enumerate(groups) if group == m]
+        for i in units:
+            mine = [e for e in range(y.shape[1]) if bool(chosen[i, e])]
+            for a in mine:
+                for b in mine:
+                    squared = (y[i, b] * y[i, b]).sum()
+                    if a != b and float(squared.detach()) > 0:
+                        shadow = (y[i, a] * y[i, b]).sum() / squared * y[i, b]
+                        total = total + weight / len(units) / len(mine) * (shadow * shadow).sum()
+    return total
+
+
+def score_variance(logits: Tensor) -> Tensor:
+    """Mean over units [N,E] of 1/E sum_e (s_e - mean s)^2, s the softmax over all experts."""
+    total = torch.zeros((), dtype=torch.float64)
+    for z in _f64(logits):
+        s = torch.exp(z) / torch.exp(z).sum()
+        for e in range(s.shape[0]):
+            total = total + (s[e] - s.sum() / s.shape[0]) ** 2 / s.shape[0]
+    return total / logits.shape[0]
+
+
 def bias_step(bias: Sequence[float], chosen: Tensor, speed: float) -> list[float]:
     """Loss-free balancing: b_e + u sign(mean load - load_e), loads from the selections [N,E]."""
     loads = [sum(float(chosen[i, e]) for i in range(chosen.shape[0])) for e in range(chosen.shape[1])]

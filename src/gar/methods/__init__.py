@@ -18,6 +18,7 @@ from gar.methods.gar import GAR
 from gar.methods.global_balance import GlobalBalance
 from gar.methods.load_penalty import LoadPenalty
 from gar.methods.loss_free import LossFreeBias
+from gar.methods.ortho_variance import OrthogonalityVariance
 from gar.methods.router_z import RouterZLoss
 from gar.methods.simbal import SimBal
 from gar.methods.stgc import STGC
@@ -32,7 +33,8 @@ REGISTRY: dict[str, type[Method]] = {
     cls.name: cls
     for cls in (
         *(Baseline, CAGrad, GAR, STGC, LoadPenalty, SwitchAux, STGCLoad),  # the paper's, in its order
-        *(RouterZLoss, LossFreeBias, GlobalBalance, TaskInformation, SimBal, TorchJD),
+        *(RouterZLoss, LossFreeBias, GlobalBalance, TaskInformation, SimBal),
+        *(OrthogonalityVariance, TorchJD),
     )
 }
 
@@ -175,6 +177,7 @@ __all__ = [
     "LossFreeBias",
     "Method",
     "MethodState",
+    "OrthogonalityVariance",
     "Pass",
     "PassSite",
     "PassTerm",

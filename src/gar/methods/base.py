@@ -90,7 +90,8 @@ class Method(BaseModel):
 
     @property
     def observes(self) -> frozenset[str]:
-        """What has to be captured: ``"routing"``, and ``"gradients"`` for group gradients of the experts.
+        """What has to be captured: ``"routing"``; ``"gradients"`` for group gradients of the experts;
+        ``"outputs"`` for what each chosen expert makes of its unit.
 
         A zero coefficient needs nothing, so that it is exactly Baseline.
         """

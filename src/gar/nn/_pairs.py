@@ -47,6 +47,10 @@ class Pairs(NamedTuple):
         """The expert of each pair, int64 [P]; like the unit without a meaning behind ``ends[-1]``."""
         return self.choice.flatten()[self.origin]
 
+    def apart(self, values: Tensor) -> Tensor:
+        """``values`` [P, f] unit by unit, [N, k, f]; zeros where a unit has fewer pairs."""
+        return values[self.slots].masked_fill(~self.filled.unsqueeze(-1), 0)
+
     def sum(self, values: Tensor, weight: Tensor) -> Tensor:
         """``sum_j weight[n, j] values[slots[n, j]]``, [N, f], from [P, f] and [N, k]; float32 or wider."""
         total = accurate(weight)[:, :1] * values[self.slots[:, 0]]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from gar.errors import UserError
 from gar.routing import Router, Routing
 
 
@@ -96,6 +97,15 @@ class Experts(nn.Module):
     def template(self) -> dict[str, torch.Size]:
         """Shapes of one expert's parameters, in local order."""
         return {slot: getattr(self, slot).shape[1:] for slot in self.slots}
+
+    def outputs(self, x: Tensor, active: Tensor, each: int) -> Tensor:
+        """What every active expert makes of its unit, without the gate: [..., each, d_out].
+
+        In the order of experts, zeros where a unit has fewer. Arguments are those of the forward, which makes
+        the gated sum without this: it costs a second forward of the active pairs, and their outputs' memory.
+        Hooks do not see it. A user's own experts that have no outputs apart leave it out.
+        """
+        raise UserError(f"{type(self).__name__} gives its gated sum alone; expected experts with outputs()")
 
     def factors(self, call: Call) -> dict[str, Factors]:
         """Factors of the common-template gradient, one entry a slot; the sum over experts comes first."""

@@ -90,6 +90,15 @@ class FFNExperts(Experts):
             total = combine(expert_products(hidden, second, b2, pairs), weight, pairs)
         return total.reshape(*shape, self.features)
 
+    def outputs(self, x: Tensor, active: Tensor, each: int) -> Tensor:
+        pairs = pairs_of(active.flatten(0, -2), each)
+        rows = spread(x.flatten(0, -2).to(self.W1.dtype), pairs)
+        assert self.hidden_module is not None
+        # Its forward alone: what hooks have read belongs to the gated sum.
+        hidden = self.hidden_module.forward(expert_products(rows, self.W1, self.b1, pairs), pairs)
+        apart = pairs.apart(expert_products(hidden, self.W2, self.b2, pairs))
+        return apart.reshape(*active.shape[:-1], each, self.features)
+
     def factors(self, call: Call) -> dict[str, Factors]:
         # W2: delta (sum_e pi_e h_e)^T; W1: (sum_e dpre_e) x^T; biases without the right factor.
         pairs, hidden, hidden_grad = call.layout, call.hidden, call.hidden_grad

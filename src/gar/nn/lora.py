@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gar.nn._pairs import expert_products, pairs_of
 from gar.nn.bank import Call, Experts, Factors, RoutedExperts, RowGroups, add_product
 from gar.objective import accurate
 from gar.routing import Router
@@ -48,6 +49,13 @@ class LoRAExperts(Experts):
         low: Tensor = self.low(_down(x.to(self.A.dtype), self.A, own_input=x.dim() > gates.dim()))
         low = low * (self.scale * gates).to(low.dtype).unsqueeze(-1)
         return functional.linear(low.flatten(-2), _stacked_up(self.B))
+
+    def outputs(self, x: Tensor, active: Tensor, each: int) -> Tensor:
+        pairs = pairs_of(active.flatten(0, -2), each)
+        low = _down(x.to(self.A.dtype), self.A, own_input=x.dim() > active.dim()).flatten(0, -3)
+        rows = self.scale * low[pairs.units, pairs.experts]
+        apart = pairs.apart(expert_products(rows, self.B, None, pairs))
+        return apart.reshape(*active.shape[:-1], each, self.out_features)
 
     def factors(self, call: Call) -> dict[str, Factors]:
         # B slot: delta (s sum_e pi_e A_e x)^T; A slot: (s sum_e pi_e B_e^T delta) x^T.

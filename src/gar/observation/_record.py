@@ -29,6 +29,8 @@ class Record:
     factors: bool = True
     #: Whether the backward stops at the gates, to go on into the router later (:meth:`pending`).
     router_apart: bool = False
+    #: Whether the experts' input is kept for :meth:`SiteObservation.expert_outputs`.
+    outputs: bool = False
     #: Shared by all banks of one block: a backward crosses every site.
     paused: list[bool] = field(default_factory=lambda: [False])
     routing_input: Tensor | None = None
@@ -50,10 +52,9 @@ class Record:
         if self.router_apart:
             yield self.bank.router.register_forward_hook(self._router_hook)
         yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True)
-        if not self.factors:
-            return
-        yield self.bank.experts.register_forward_hook(self._experts_hook)
-        if self.bank.experts.hidden_module is not None:
+        if self.factors or self.outputs:
+            yield self.bank.experts.register_forward_hook(self._experts_hook)
+        if self.factors and self.bank.experts.hidden_module is not None:
             yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
 
     def _router_hook(self, module: nn.Module, args: tuple[Tensor, ...], routing: Routing) -> Routing | None:

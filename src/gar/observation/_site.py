@@ -36,10 +36,11 @@ class SiteObservation:
         gradients: bool = True,
         router_apart: bool = False,
         name: str = "",
+        outputs: bool = False,
     ) -> None:
         self.bank = bank
         self.name, self.layer = name, layer_of(name)
-        self._record = Record(bank, gradients, router_apart, paused)
+        self._record = Record(bank, gradients, router_apart, outputs, paused)
 
     def __repr__(self) -> str:
         return f"SiteObservation({self.name!r}, {type(self.bank).__name__}, recorded)"
@@ -65,6 +66,19 @@ class SiteObservation:
             return self._record.behind
         routing: Routing = call_with(self.bank.router, parameters, (x, seen.mask))
         return routing
+
+    def expert_outputs(self) -> Tensor:
+        """What each chosen expert makes of its unit, without the gate: [..., k, d_out], zeros for padding.
+
+        In the order of experts. Computed again from the observed input as a constant, after the forward's own
+        dropout: differentiable in the experts' parameters alone. Needs ``observe(..., outputs=True)``, and
+        until the backward has freed its graph memory for k outputs of every unit.
+        """
+        _, seen = self._record.require_forward()
+        if not self._record.outputs or self._record.arguments is None:
+            raise RuntimeError("experts' inputs were not recorded: observe(..., outputs=False)")
+        x = self._record.arguments[0]
+        return self.bank.experts.outputs(x, seen.selected, self.bank.router.top_k)
 
     def pending(self) -> tuple[Tensor, Tensor] | None:
         """What a backward that stopped at the gates has to bring to the router; see ``router_apart``."""

@@ -57,13 +57,18 @@ class Observed:
 
 
 @contextmanager
-def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = False) -> Iterator[Observed]:
+def observe(
+    *modules: nn.Module, gradients: bool = True, router_apart: bool = False, outputs: bool = False
+) -> Iterator[Observed]:
     """Record the expert banks inside ``modules`` during one forward and one backward.
 
     ``gradients=False`` records the routing alone, for methods that never ask for group gradients. With
     ``router_apart`` the backward stops at the gates of routers whose input has no gradient: the caller
     brings it into the router together with that of a loss on :meth:`SiteObservation.detached_routing`, which
     then is the same graph (:meth:`SiteObservation.pending`).
+
+    ``outputs`` keeps the experts' inputs, for :meth:`SiteObservation.expert_outputs`; layers of transformers
+    have none.
 
     MoE layers of transformers are sites too, by that library's experts interface (docs/native_moe.md); a
     layer that does not fit is a :class:`gar.UserError` with the reason.
@@ -79,8 +84,13 @@ def observe(*modules: nn.Module, gradients: bool = True, router_apart: bool = Fa
             if inner in sites:
                 continue
             if isinstance(inner, RoutedExperts):
-                sites[inner] = SiteObservation(inner, paused, gradients, router_apart, name)
+                sites[inner] = SiteObservation(inner, paused, gradients, router_apart, name, outputs)
             elif inner in native:
+                if outputs:
+                    raise UserError(
+                        f"{native[inner].name}: outputs of single experts are not read from layers of "
+                        "transformers; expected the expert banks of gar.nn"
+                    )
                 sites[inner] = NativeSiteObservation(native[inner], paused, gradients, masks)
     if not sites:
         raise UserError(

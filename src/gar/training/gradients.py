@@ -56,6 +56,7 @@ def fill_gradients(
                 *observed,
                 gradients=of_groups and observation == "one_pass",
                 router_apart=method.router_apart,
+                outputs="outputs" in method.observes,
             )
         with watching as seen, whole.recording() if whole is not None else contextlib.nullcontext():
             pass_ = Pass.of(*forward(), parameters, seen, scratch, state, whole)
