@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_rel
 
 import gar
 from gar import metrics
@@ -27,6 +29,7 @@ from gar.data._planted import words
 from gar.data.load import resolve
 from gar.errors import UserError
 from gar.evaluation import evaluate
+from gar.methods import REGISTRY
 from gar.report import planted as shown
 from gar.sweeps.suite import build_suite, load_suite
 from gar.training import Shared, train_from_config
@@ -334,6 +337,14 @@ def test_the_suite_has_all_methods_alike_and_the_variants_share_its_runs() -> No
         assert all(trees[run] == main_suite[run] for run in common)
 
 
+def test_the_suite_of_all_methods_has_all_and_shares_the_others_runs() -> None:
+    trees = {run.id: run.tree() for run in load_suite("planted_methods").runs()}
+    names = {tree["method"]["name"] for tree in trees.values()}
+    assert names == set(REGISTRY) - {"torchjd"}, "which needs a package of its own"
+    five = {run.id: run.tree() for run in load_suite("planted").runs()}
+    assert five.items() <= trees.items()
+
+
 # ---------------------------------------------------------------------- a whole run
 
 
@@ -401,6 +412,39 @@ def test_recovery_is_that_of_the_tasks_mean_gates(tmp_path: Path) -> None:
     truth = list((mixture.clusters or {}).values())
     assert routing["recovery"] == pytest.approx(slow_recovery(experts, truth))
     assert routing["cluster_mixing"] == pytest.approx(slow_mixing(np.array(rows), truth))
+
+
+def test_chosen_hyper_parameters_are_compared_by_seed_and_holm() -> None:
+    """Against paired t-tests by hand."""
+    generator = np.random.default_rng(0)
+    recovery = {name: generator.random(6) for name in ("baseline", "gar", "zloss", "stgc")}
+    recovery["stgc"] = recovery["baseline"]  # no difference has no p-value
+    lines = [
+        {
+            **{"site": "lora_head", "top_k": 1, "clusters": 6, "tasks_per_cluster": 2, "data_seed": 0},
+            **{"updates": 3, "strength": 1.0, "experts": 6, "method": name, "default": False, "seed": seed},
+            "name": gar.methods.label_of(name) + (" (coefficient=0.3)" if name != "baseline" else ""),
+            **{"coefficient": 0.3, "learning_rate": 0.0123, "accuracy": 0.5 + 0.3 * value},
+            **dict.fromkeys(shown.MEASURED[3:], 0.5),
+            **{"cluster_mixing": 0.4, "recovery": value},
+        }
+        for name, values in recovery.items()
+        for seed, value in reversed(list(enumerate(values)))
+    ]
+    table = shown.tuned(pd.DataFrame(lines, columns=shown.COLUMNS))
+    cells = [dict(zip(row.contents, [cell.text for cell in row.cells], strict=True)) for row in table.rows]
+    rows = {own["method"]: own for own in cells}
+    assert rows["GAR"]["chosen"] == "learning_rate=0.0123, coefficient=0.3"
+    assert rows["Baseline"]["chosen"] == "learning_rate=0.0123"
+    p = [float(ttest_rel(recovery[name], recovery["baseline"]).pvalue) for name in ("gar", "zloss")]
+    small, large = sorted(p)
+    expected = {small: min(1, 2 * small), large: max(large, min(1, 2 * small))}
+    for label, value in zip(("GAR", "z-loss"), p, strict=True):
+        assert rows[label]["recovery (ARI): p, Holm"] == f"{expected[value]:.2g}"
+    assert rows["STGC"]["recovery (ARI): p, Holm"] == rows["Baseline"]["recovery (ARI): p, Holm"] == "–"
+    difference = float(np.mean(recovery["gar"] - recovery["baseline"]))
+    assert rows["GAR"]["recovery (ARI) − Baseline"] == f"{difference:+.3f}".replace("-", "−")
+    assert "for 3 methods" in table.notes[0]
 
 
 # ---------------------------------------------------------------------- the page

@@ -19,6 +19,7 @@ from gar import config as configuration
 from gar.data.probe import probe_mixture, probe_task
 from gar.data.task import Mixture, Split, Task
 from gar.errors import UserError
+from gar.methods import Range
 from gar.presets import paper
 from gar.runs import State, find_runs, state_of
 from gar.runs.directory import write_failure
@@ -479,6 +480,60 @@ def test_the_command_searches_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     started.clear()
     assert command_line(arguments) == 0
     assert started == []  # everything is there
+    few = ["--candidates", "3", "--range", "learning_rate=1e-2,1e-1"]
+    assert command_line([*arguments, *few]) == 0
+    assert len(started) == 2 * 2 * 3
+    chosen = configuration.load(out / "own" / "mood+nli" / "gar" / "chosen.yaml")
+    assert 1e-2 < chosen.optimizer.learning_rate < 1e-1
+
+
+def test_the_same_number_of_candidates_for_every_method(tmp_path: Path) -> None:
+    """One stage, of the same learning rates for all, spread over each method's ranges."""
+    ranges = {"learning_rate": Range(1e-3, 1e-1), "lambda_load": Range(1e-2, 1e-1)}
+    budget = Budget(candidates=9, ranges=ranges)
+    rates = []
+    for method in ("baseline", "gar", "stgc_load"):
+        found, recorder = run(method, lambda run: values_of(run)["learning_rate"], tmp_path, budget=budget)
+        assert [(step.stage, len(step.candidates)) for step in found.steps] == [("spread", 9)]
+        assert len(recorder.done) == 2 * 9
+        candidates = found.steps[0].candidates
+        rates.append([candidate["learning_rate"] for candidate in candidates])
+        assert found.values["learning_rate"] == max(rates[-1])
+        for coordinate in space(method, ranges).coordinates:
+            values = [coordinate.position(candidate[coordinate.name]) for candidate in candidates]
+            assert 0 < min(values) < max(values) < 1
+            # Every third of a range is tried, whichever coordinate it is.
+            assert {int(3 * value) for value in values} == {0, 1, 2}
+            low, high, _ = ranges.get(coordinate.name, RANGES[coordinate.name])
+            assert (coordinate.low, coordinate.high) == (low, high)
+    assert rates[0] == rates[1] == rates[2]
+    halves = [1e-3 * 100**position for position in (0.5, 0.25, 0.75, 0.125)]
+    assert rates[0][:4] == pytest.approx(halves)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat=1,2", "--range: unknown name 'learning_rat'"),
+        ("learning_rate", "expected learning_rate=LOW,HIGH"),
+        ("learning_rate=1,2,3", "expected learning_rate=LOW,HIGH"),
+        ("learning_rate=0,1", "the scale is log; expected 0 < LOW < HIGH"),
+        ("weight_decay=0.5,0.1", "the scale is linear; expected LOW < HIGH"),
+        ("weight_decay=0,inf", "the scale is linear; expected LOW < HIGH"),
+        ("zloss.coefficient=0,1", "--range: unknown name 'zloss.coefficient'"),
+    ],
+)
+def test_a_wrong_range_is_one_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gar.cli.app import run as command_line
+
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tiny_base()))
+    arguments = ["search", str(tmp_path / "own.yaml"), "--method", "gar", "--range", text]
+    assert command_line([*arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_the_budget_is_the_protocols() -> None:

@@ -49,6 +49,7 @@ PLANTED = {
     "planted_strength": 2 * 5 * METHODS * SEEDS,
     "planted_experts": 7 * METHODS * SEEDS,
     "planted_coefficient": 2 * 23 * SEEDS,
+    "planted_methods": 13 * 2 * SEEDS,
 }
 INLINE = {
     "backbone": {"name": "somewhere/model"},
@@ -82,7 +83,7 @@ def test_packaged_suites_expand(name: str) -> None:
     runs = list(found.runs())
     assert len(runs) == len(found) == (SHIPPED | PLANTED)[name]
     assert len({run.id for run in runs}) == len(runs)
-    assert {run.seed for run in runs} == set(range(SEEDS))
+    assert {run.seed for run in runs} == set(range(2 * SEEDS if name == "planted_methods" else SEEDS))
     for run in runs:
         tree = run.tree()  # a valid configuration
         assert tree["preset"] or name.startswith(("evidence", "planted"))

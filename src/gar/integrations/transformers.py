@@ -34,6 +34,8 @@ from gar.integrations._groups import GroupCollator, Groups, automatic_size, labe
 from gar.integrations._packing import by_text, crosses, pack, texts_key
 from gar.integrations._sharding import placed, whole_parameters
 from gar.integrations._statistics import ExpertStatistics, adapter_parameters, reached
+from gar.integrations._terms import LayerSite, named, terms_of
+from gar.methods import RouterTerm
 from gar.objective import alignment_loss, association, common_length
 from gar.observation import Grouping, Observed, RowSum, SiteObservation, observe
 from gar.routing import Routing
@@ -41,6 +43,8 @@ from gar.routing import Routing
 __all__ = ["GARArguments", "GARMixin", "GARTrainer"]
 
 _log = logging.getLogger(__name__)
+#: In the place of the update, which router losses here do not read.
+_NOTHING: Any = None
 #: What a slice of all groups' rows takes at most, between ranks.
 SLICE_BYTES = 2**27
 #: What rows can be held in.
@@ -92,6 +96,11 @@ class GARArguments:
         "of a balance loss of every layer over the whole update, E sum_e f_e P_e, added up over layers; in "
         "the place of the model's router_aux_loss_coef, which pools all layers, and a micro-batch alone",
     )
+    router_losses: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "losses of the routers alone, of every layer over the whole update, added up over layers: methods by "
+        "name, NAME or NAME=COEFFICIENT (docs/methods.md), as in zloss=1e-3",
+    )
     freeze_router: bool = _option(
         False, "train everything but the routers: they are frozen, and no loss of the routers is added"
     )
@@ -117,6 +126,7 @@ class GARArguments:
                 raise UserError(f"GARArguments.{name} must be a number of at least 0, got {value!r}")
         if self.rows_dtype not in (None, *DTYPES):
             raise one_of("GARArguments.rows_dtype", self.rows_dtype, DTYPES)
+        self.terms  # noqa: B018 (a wrong name is said now)
         if self.layers is not None and not self.layers:
             raise UserError("GARArguments.layers is empty; expected numbers of layers, or None for all")
 
@@ -131,8 +141,18 @@ class GARArguments:
         return self.balance_coefficient > 0 and not self.freeze_router
 
     @property
+    def terms(self) -> list[RouterTerm]:
+        """The router losses whose coefficient is not 0."""
+        return terms_of(self.router_losses or [], "GARArguments.router_losses")
+
+    @property
+    def acts(self) -> bool:
+        """Whether routers get anything beside the plain trainer's gradient."""
+        return self.aligns or self.balances or (bool(self.terms) and not self.freeze_router)
+
+    @property
     def observes(self) -> bool:
-        return self.aligns or self.balances or self.statistics != "off"
+        return self.acts or self.statistics != "off"
 
 
 def evenly(parts: Iterable[Tensor], width: int) -> Iterator[Tensor]:
@@ -268,7 +288,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **keywords)
         if self.gar.observes:
             refuse_copies(self.args)
-        if self.gar.aligns or self.gar.balances:
+        if self.gar.acts:
             refuse_setting(self)
             refuse_auxiliary_loss(self)
         self._look_at_model()
@@ -291,7 +311,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if options.freeze_router:
             for site in sites:
                 site.router.requires_grad_(False)
-        if options.aligns or options.balances:
+        if options.acts:
             if self.is_fsdp_enabled:
                 refuse_sharded_banks(sites)
             self._chosen = require_router(sites, options.layers)
@@ -527,6 +547,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         assert groups is not None
         sum_tensors([part for layer in update.layers.values() for part in layer.sums], ranks)
         watched = self._expert_statistics if options.statistics != "off" else None
+        terms = options.terms
         losses, kept, found = [], [], dict[nn.Parameter, Tensor]()
         for place, layer in update.layers.items():
             gates, soft = layer.gates.requires_grad_(), layer.soft.requires_grad_()
@@ -541,11 +562,13 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             if options.balances:
                 pairs = (layer.chosen * soft).sum() / layer.tokens.square().clamp(min=1)
                 loss = loss + options.balance_coefficient * len(soft) * pairs
-            if watched is not None:
-                losses.append(float(loss.detach()))
+            inner: list[Tensor] = []
             if loss.requires_grad:  # not in an update without a group
-                inner = torch.autograd.grad(loss, (gates, soft), materialize_grads=True)
-                self._add_gradients(update, place, [self._scale() * grad for grad in inner], found)
+                grads = torch.autograd.grad(loss, (gates, soft), materialize_grads=True)
+                inner = [self._scale() * grad for grad in grads]
+            losses.append(loss.detach())
+            if inner or terms:
+                losses[-1] = losses[-1] + self._add_gradients(update, place, inner, terms, found)
         sum_tensors(list(found.values()), ranks)
         for parameter, grad in found.items():
             own = placed(grad, parameter)
@@ -554,7 +577,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             self._warn_of_saturation(groups.count)
         if watched is not None:
             if losses:
-                watched.add_value("gar/router_loss", sum(losses))
+                watched.add_value("gar/router_loss", sum(map(float, losses)))
             if kept:
                 watched.add_value("gar/coherence", sum(kept) / len(kept))
                 watched.add_value("gar/groups", groups.count)
@@ -599,18 +622,41 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         return gram / length / length.unsqueeze(1)
 
     def _add_gradients(
-        self, update: _Update, place: int, inner: Sequence[Tensor], found: dict[nn.Parameter, Tensor]
-    ) -> None:
-        """Bring the gradient at the sums of a layer's gates into its router, one micro-batch at a time."""
+        self,
+        update: _Update,
+        place: int,
+        inner: Sequence[Tensor],
+        terms: Sequence[RouterTerm],
+        found: dict[nn.Parameter, Tensor],
+    ) -> float | Tensor:
+        """Bring the gradient at the sums of a layer's gates into its router, one micro-batch at a time.
+
+        And that of the router losses ``terms``, whose sum is returned.
+        """
         assert update.groups is not None
         router = update.passes[0][place].router
         whole = whole_parameters(router)
         parameters = {name: p for name, p in router.named_parameters() if p.requires_grad}
         leaves = [(whole or parameters)[name] for name in parameters]
+        added: float | Tensor = 0.0
+        layer, outer = None, list[Tensor]()
+        if terms:
+            observed = [by_text(each[place].routing, split)
+                        for each, split in zip(update.passes, update.splits, strict=True)]  # fmt: skip
+            layer = LayerSite(update.passes[0][place].name, observed, named(router, whole))
+            loss = sum((term.coefficient * term.at(layer, _NOTHING) for term in terms), start=layer.zero)
+            outer, own = layer.inner(loss, self._scale())
+            added = loss.detach()
+            for name, parameter in parameters.items():
+                if name in own:  # every rank has all of it, and their sum is taken later
+                    grad = own[name] if Ranks().rank == 0 else torch.zeros_like(own[name])
+                    found[parameter] = found[parameter] + grad if parameter in found else grad
         for sites, split, members in zip(update.passes, update.splits, update.members, strict=True):
             routing = by_text(sites[place].detached_routing(whole), split)
-            sums = self._sums(routing, members, update.groups.count)
-            used = [(total, grad) for total, grad in zip(sums, inner, strict=True) if total.requires_grad]
+            sums = list(self._sums(routing, members, update.groups.count)) if inner else []
+            sums += layer.sums(routing) if layer is not None else []
+            pairs = zip(sums, (*inner, *outer), strict=True)
+            used = [(total, grad) for total, grad in pairs if total.requires_grad]
             if not used:
                 continue
             outputs, grads = zip(*used, strict=True)
@@ -621,6 +667,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             ):
                 if grad is not None:
                     found[parameter] = found[parameter] + grad if parameter in found else grad
+        return added
 
     def _warn_of_saturation(self, count: int) -> None:
         self._warn_once(

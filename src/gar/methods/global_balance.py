@@ -25,6 +25,7 @@ class GlobalBalance(RouterTerm):
     name: ClassVar[str] = "global_balance"
     label: ClassVar[str] = "Global balance"
     capturable: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"units"})
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-6, 1e-1)}
 
     def at(self, site: UpdateSite, update: Update) -> Tensor:

@@ -21,6 +21,7 @@ class RouterZLoss(RouterTerm):
     name: ClassVar[str] = "zloss"
     label: ClassVar[str] = "z-loss"
     capturable: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"units"})
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-6, 1e-1)}
 
     def at(self, site: UpdateSite, update: Update) -> Tensor:

@@ -27,9 +27,10 @@ class SimBal(RouterTerm):
     name: ClassVar[str] = "simbal"
     label: ClassVar[str] = "SimBal"
     capturable: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"weight"})
     ranges: ClassVar[dict[str, Range]] = {"coefficient": Range(1e-5, 1.0)}
 
     def at(self, site: UpdateSite, update: Update) -> Tensor:
-        weight = accurate(site.bank.router.weight)  # [E, d], the transpose of R
+        weight = accurate(site.router_weight)  # [E, d], the transpose of R
         unit = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         return (weight @ weight.T - unit).abs().sum()

@@ -24,7 +24,16 @@ class _Term(Method):
 
 
 class RouterTerm(_Term):
-    """``L_task + coefficient * sum over sites of`` :meth:`at`, which reaches the router alone."""
+    """``L_task + coefficient * sum over sites of`` :meth:`at`, which reaches the router alone.
+
+    One whose :attr:`reads` says that it knows neither groups nor examples is also a loss for routers that are
+    not ours: ``GARArguments(router_losses=[name])``.
+    """
+
+    #: What :meth:`at` takes of a site: ``"units"`` for ``unit_sums``, ``unit_count`` and ``selections``,
+    #: added up over groups before anything else; ``"weight"`` for ``router_weight``; ``"groups"`` for all else, and
+    #: for anything of the update.
+    reads: ClassVar[frozenset[str]] = frozenset({"groups"})
 
     def at(self, site: UpdateSite, update: Update) -> Tensor:
         """A scalar of one expert site, of detached captures of the whole update."""

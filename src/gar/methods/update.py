@@ -281,6 +281,11 @@ class UpdateSite:
         """Sums [M, ...] over the valid units of all groups; see :class:`PassSite`."""
         return self._update.gathered([part.unit_sums(values) for part in self.parts])
 
+    @property
+    def router_weight(self) -> Tensor:
+        """The router's weight [E, d], with its gradient."""
+        return self.bank.router.weight
+
     def unit_count(self) -> Tensor:
         """Valid units of the whole update, a scalar of 1 or more."""
         return (self.selections().sum() // self.bank.router.top_k).clamp(min=1)

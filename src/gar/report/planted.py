@@ -20,9 +20,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from scipy.stats import ttest_1samp
 
 from gar.methods import REFERENCE, REGISTRY, from_config, label_of
-from gar.metrics import METRICS, Metric
+from gar.metrics import METRICS, Metric, holm
 from gar.report import _grouping as grouping
 from gar.report._numbers import mean_interval
 from gar.report._style import INK, Panels, slug, styles, title
@@ -66,7 +67,7 @@ def _line(run: Run) -> dict[str, Any]:
     planted, experts, optimizer = config["mixture"]["planted"], config["experts"], config["optimizer"]
     usual = from_config(name).to_config() if name in REGISTRY else method
     changed = {key: value for key, value in method.items() if value != usual.get(key)}
-    said = ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+    said = ", ".join(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
                      for key, value in changed.items())  # fmt: skip
     return {
         "site": experts["site"],
@@ -230,6 +231,56 @@ def endpoints(part: pd.DataFrame) -> Table:
         "nominal: not corrected for their number.",
     ]
     return Table("planted", f"Known groups: {family_name(part)}", rows, notes, absent=("tex",))
+
+
+def tuned(part: pd.DataFrame) -> Table:
+    """A family at one strength and number of experts, every method with hyper-parameters of its own.
+
+    Paired differences from the reference with 95 % t intervals and the p-values of the paired t-tests,
+    adjusted by Holm's method for the number of methods, in recovery and in accuracy apart.
+    """
+    base = _by_seed(part[part["method"] == REFERENCE])
+    found = [(own, _by_seed(own)) for _, own in _ordered(part)]
+    rows = [
+        {
+            "method": label_of(own["method"].iloc[0]),
+            "chosen": ", ".join([f"learning_rate={own['learning_rate'].iloc[0]:.3g}", *_own(own)]),
+            "seeds": len(own),
+        }
+        for own, _ in found
+    ]
+    for key in ("recovery", "accuracy"):
+        against = [None if own["method"].iloc[0] == REFERENCE else base for own, _ in found]
+        chances = [_chance(key, values, other) for (_, values), other in zip(found, against, strict=True)]
+        for row, (_, values), other, p in zip(rows, found, against, holm(chances), strict=True):
+            metric = METRICS[key]
+            row |= _compared(metric, values, other)
+            row[f"{metric.short or metric.label}: p, Holm"] = "–" if math.isnan(p) else f"{p:.2g}"
+    for row, (own, _) in zip(rows, found, strict=True):
+        row[METRICS["cluster_mixing"].label] = shown(
+            METRICS["cluster_mixing"], float(own["cluster_mixing"].mean())
+        )
+    count = sum(other is not None for other in against)
+    notes = [
+        "Differences are paired by seed; intervals are 95 % t intervals, nominal. p: paired t-tests, "
+        f"adjusted by Holm's method for {count} methods, recovery and accuracy apart.",
+    ]
+    named = [Row(row, (str(row["method"]),), "") for row in rows]
+    return Table("planted-tuned", f"Chosen by search: {family_name(part)}", named, notes, absent=("tex",))
+
+
+def _own(rows: pd.DataFrame) -> list[str]:
+    """The hyper-parameters that a method's name in a table tells."""
+    name = str(rows["name"].iloc[0]).removeprefix(label_of(rows["method"].iloc[0]))
+    return [name.strip(" ()")] if name else []
+
+
+def _chance(key: str, values: pd.DataFrame | None, base: pd.DataFrame | None) -> float:
+    """The p-value of a paired t-test; none without a reference, or where nothing differs."""
+    if values is None or base is None:
+        return math.nan
+    differences = (values[key] - base[key]).dropna()
+    return float(ttest_1samp(differences, 0).pvalue) if differences.std() > 0 else math.nan
 
 
 def _ordered(cell: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
