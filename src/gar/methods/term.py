@@ -31,8 +31,8 @@ class RouterTerm(_Term):
     """
 
     #: What :meth:`at` takes of a site: ``"units"`` for ``unit_sums``, ``unit_count`` and ``selections``,
-    #: added up over groups before anything else; ``"weight"`` for ``router_weight``; ``"groups"`` for all else,
-    #: and for anything of the update.
+    #: added up over groups before anything else; ``"weight"`` for ``router_weight``; ``"groups"`` for what
+    #: else there is of a site and of the update.
     reads: ClassVar[frozenset[str]] = frozenset({"groups"})
 
     def at(self, site: UpdateSite, update: Update) -> Tensor:
