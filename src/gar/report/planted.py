@@ -113,7 +113,7 @@ class Line(NamedTuple):
 
 
 def lines(part: pd.DataFrame, axis: str) -> list[Line]:
-    """The methods of a family along an axis; none where it has fewer than two points."""
+    """The methods of a family that have two points or more along an axis."""
     strength, experts = part.groupby(["strength", "experts"]).size().idxmax()
     rows = part
     if axis != "strength":
@@ -127,9 +127,7 @@ def lines(part: pd.DataFrame, axis: str) -> list[Line]:
     ]
     order = {name: rank for rank, name in enumerate(REGISTRY)}
     found = sorted(found, key=lambda line: order.get(line.method, len(order)))
-    if axis == "coefficient":
-        found = [line for line in found if len(line.points) > 1]
-    return found if any(len(line.points) > 1 for line in found) else []
+    return [line for line in found if len(line.points) > 1]
 
 
 def figure(part: pd.DataFrame) -> Figure | None:
