@@ -60,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
 
     def counting(updater: Updater, number: int) -> Outcome:
         assert type(updater) is Updater
-        counts[updater.config.method.name, updater.config.observation] += 1
+        counts[updater.config.method.name, updater.config.observation.backward] += 1
         return real(updater, number)
 
     monkeypatch.setattr(Updater, "run", counting)
@@ -341,7 +341,7 @@ def test_one_group_a_pass_is_the_papers_way(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(runner.updater, "group_losses", noting)
     runner.run(1, contextlib.nullcontext())
     assert rows == [1] * 10  # five tasks with a group of two and one of one
-    assert runner.updater.config.observation == "per_group"
+    assert runner.updater.config.observation.backward == "per_group"
 
 
 @pytest.mark.parametrize(
