@@ -615,6 +615,19 @@ def test_the_script_of_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < errors[0] < 1e-4 < 1e-3 < errors[1] < 0.2
 
 
+def test_the_script_of_the_rows(capsys: Any) -> None:
+    script("rows.py")["main"](length=8, repeats=1, device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    cells = {row[0]: row for row in ([c.strip() for c in line.split("|")[1:-1]] for line in lines[4:])}
+    assert [cells[name][1] for name in ("Baseline", "groups", "examples", "64 examples")] == [
+        "",
+        "20",
+        "160",
+        "64",
+    ]
+    assert float(cells["256 tokens"][4]) < float(cells["256 tokens"][5])
+
+
 def test_the_script_of_the_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     module = script("starts.py")
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gar.distributed import Layout, Ranks
 from gar.nn import Factors
 from gar.observation import Unit, UnitRows
-
-if TYPE_CHECKING:
-    from gar.methods.update import Share
 
 
 @dataclass(frozen=True)
@@ -26,27 +24,33 @@ class UnitChoice:
     tasks: Tensor
 
 
-def spread_rows(share: Share, own: UnitRows | None, device: torch.device) -> UnitRows:
+def spread_rows(
+    own: UnitRows | None,
+    layout: Layout,
+    ranks: Ranks,
+    gather: Callable[[Tensor | None], Tensor],
+    device: torch.device,
+) -> UnitRows:
     """All ranks' rows in the update's order, on every rank; one without groups has None.
 
-    What travels is N times the widths of the slots. Ranks pad their examples to different lengths: terms
-    that a rank does not have are zero.
+    ``gather`` brings the own part of a tensor's rows together with those of others. What travels is N times
+    the widths of the slots. Ranks pad their examples to different lengths: terms that a rank does not have
+    are zero.
     """
-    assert share.units is not None
     said = None
     if own is not None:
         kept = {slot: (left.shape[1], right is not None) for slot, (left, right) in own.factors.items()}
         said = own.unit, kept
-    told = [each for each in share.ranks.collect(said) if each is not None]
+    told = [each for each in ranks.collect(said) if each is not None]
     unit, slots = told[0]
     terms = {slot: max(each[slot][0] for _, each in told) for slot in slots}
     padded = None if own is None else own.with_terms(terms)
 
     def whole(slot: str, side: int) -> Tensor:
-        return share.rows(None if padded is None else padded.factors[slot][side], device, share.units)
+        return gather(None if padded is None else padded.factors[slot][side])
 
     factors = {
         slot: Factors(whole(slot, 0), whole(slot, 1) if paired else None)
         for slot, (_, paired) in slots.items()
     }
-    return UnitRows(unit, torch.arange(share.units.count, device=device), factors)
+    return UnitRows(unit, torch.arange(layout.count, device=device), factors)

@@ -317,7 +317,11 @@ class UpdateSite:
         parts = [part.finer for part in self.parts if part.finer is not None]
         share, own = self._update.share, UnitRows.joined(parts) if parts else None
         if share is not None:
-            return spread_rows(share, own, self._update.zero.device)
+            device, layout = self._update.zero.device, share.units
+            assert layout is not None
+            return spread_rows(
+                own, layout, share.ranks, lambda part: share.rows(part, device, layout), device
+            )
         assert own is not None
         return own
 
