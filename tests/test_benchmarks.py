@@ -60,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
 
     def counting(updater: Updater, number: int) -> Outcome:
         assert type(updater) is Updater
-        counts[updater.config.method.name, updater.config.observation] += 1
+        counts[updater.config.method.name, updater.config.observation.backward] += 1
         return real(updater, number)
 
     monkeypatch.setattr(Updater, "run", counting)
@@ -341,7 +341,7 @@ def test_one_group_a_pass_is_the_papers_way(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(runner.updater, "group_losses", noting)
     runner.run(1, contextlib.nullcontext())
     assert rows == [1] * 10  # five tasks with a group of two and one of one
-    assert runner.updater.config.observation == "per_group"
+    assert runner.updater.config.observation.backward == "per_group"
 
 
 @pytest.mark.parametrize(
@@ -613,6 +613,19 @@ def test_the_script_of_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells[1][1] == "computes as float32 here"
     errors = [float(cells[n][1].split(" ")[0]) for n in (0, 2)]
     assert 0 < errors[0] < 1e-4 < 1e-3 < errors[1] < 0.2
+
+
+def test_the_script_of_the_rows(capsys: Any) -> None:
+    script("rows.py")["main"](length=8, repeats=1, device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    cells = {row[0]: row for row in ([c.strip() for c in line.split("|")[1:-1]] for line in lines[4:])}
+    assert [cells[name][1] for name in ("Baseline", "groups", "examples", "64 examples")] == [
+        "",
+        "20",
+        "160",
+        "64",
+    ]
+    assert float(cells["256 tokens"][4]) < float(cells["256 tokens"][5])
 
 
 def test_the_script_of_the_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

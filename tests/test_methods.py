@@ -514,7 +514,7 @@ def test_scaled_rows_of_any_size(method: str, tiny: float) -> None:
     tasks = [0, 0, 1, 1, 2, 2]
 
     def scaled(rows: Tensor, tasks: list[int]) -> Tensor:
-        seen: Any = SimpleNamespace(tasks=torch.tensor(tasks), task_count=3)
+        seen: Any = SimpleNamespace(row_tasks=torch.tensor(tasks), task_count=3)
         return chosen.scaled(rows, seen)
 
     expected = oracles.scaled_rows(rows.double(), tasks, chosen.gradients)

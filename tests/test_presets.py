@@ -250,7 +250,7 @@ def test_preset_equals_its_row(row):
     assert config.experts.site == setting["expert_kind"]
     if config.experts.site != "full_ffn":
         assert (config.experts.rank, config.experts.alpha, config.experts.dropout) == (16, 16.0, 0.1)
-    assert config.observation == "one_pass"
+    assert config.observation.backward == "one_pass"
     assert config.backbone.pooling == "mean"
     assert preset.choices
     assert preset.published["acc"]

@@ -199,6 +199,41 @@ def test_the_gradients_of_every_method_are_those_of_one_process(
             torch.testing.assert_close(mine[key], grad, rtol=1e-9, atol=1e-11 * scale, msg=f"{case}: {key}")
 
 
+def _of_first_update(ranks: Ranks | None, configs: list[Config]) -> list[tuple[Named, Tensor]]:
+    found = []
+    for config in configs:
+        model, mixture = tiny_runs.load(config, randomized=True)
+        source, _ = make_sources(model, mixture, config.cache)
+        names = [task.name for task in mixture.tasks]
+        job = None if ranks is None else job_of(ranks)
+        updater = Updater(model.train(), source, config, names, job=job)
+        update = updater.gradients(updater.schedule.groups(0), 0)
+        found.append((tiny.named_gradients(model), update.losses))
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_of_examples_and_tokens_are_those_of_one_process(workers: Pool, world: Path, count: int) -> None:
+    """Also of experts with biases, of ranks without a row, and of one without a group."""
+    gar = {"method": {"name": "gar", "coefficient": 1.0, "gradients": "task_scale"}}
+    units: list[dict[str, Any]] = [
+        {"observation": {"unit": "token", "rows": 12}},
+        {"observation": {"unit": "example"}, "max_tokens_per_pass": 40},
+        {"observation": {"unit": "token"}, "experts__site": "full_ffn"},
+        {"observation": {"unit": "token", "rows": 1}, "experts__dropout_mask": "per_expert"},
+        {"observation": {"unit": "example"}, "mixture__group_size": 8, "experts__site": "full_ffn"},
+    ]
+    configs = [float64(world, **gar, **each) for each in units]
+    found = workers.run(count, _of_first_update, configs)
+    for i, (expected, losses) in enumerate(_of_first_update(None, configs)):
+        mine, mine_losses = found[0][i]
+        assert all(same_bits(other[i][0], mine) for other in found)
+        torch.testing.assert_close(mine_losses, losses, rtol=1e-12, atol=1e-12)
+        scale = max(float(grad.abs().max()) for grad in expected.values())
+        for key, grad in expected.items():
+            torch.testing.assert_close(mine[key], grad, rtol=1e-9, atol=1e-11 * scale, msg=f"{i}: {key}")
+
+
 # ---------------------------------------------------------------------- weights after several updates
 
 

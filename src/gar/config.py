@@ -31,6 +31,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from gar.errors import UserError, nearest, path_kind, real_path, user_path
 from gar.methods import GAR, Choices, Method, carried, from_config
@@ -44,6 +45,7 @@ __all__ = [
     "EvaluationConfig",
     "ExpertsConfig",
     "MixtureConfig",
+    "ObservationConfig",
     "OptimizerConfig",
     "PlantedConfig",
     "TaskConfig",
@@ -56,6 +58,8 @@ __all__ = [
 PARTS, CATEGORIES, TOPICS, TEXTS = 4, 24, 24, 576
 #: Keys whose value decides what other keys mean.
 NAMING = ("method", "method.name", "mixture", "mixture.name")
+#: Sections that may be written as one value, and the key which that is.
+SHORT = {"method": "name", "mixture": "name", "observation": "backward"}
 
 
 class Kind(enum.StrEnum):
@@ -72,6 +76,7 @@ class Kind(enum.StrEnum):
 
 #: ``key: Place[str] = ...`` in a section.
 T = typing.TypeVar("T")
+Result = Annotated[T, Kind.RESULT]
 Place = Annotated[T, Kind.PLACE]
 Bookkeeping = Annotated[T, Kind.BOOKKEEPING]
 
@@ -288,6 +293,46 @@ class CacheConfig(Section):
     dtype: Literal["float32", "float16"] = "float32"
 
 
+class ObservationConfig(Section):
+    """The rows of gradients that methods read; ``observation: per_group`` is short for its ``backward``."""
+
+    backward: Literal["one_pass", "per_group"] = Field(
+        "one_pass", description="from the factors of one backward, or by a backward a group"
+    )
+    unit: Result[Literal["group", "example", "token"]] = Field(
+        "group", description="what a row is of: a group's mean loss, an example's, or one token's part of it"
+    )
+    rows: Result[int | None] = Field(
+        None, ge=1, description="examples or tokens drawn from every update, uniformly; null: all of them"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backward_alone(cls, value: Any) -> Any:
+        return {"backward": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.unit == "group" and self.rows is not None:
+            raise ValueError(
+                f"observation.rows is {self.rows}, but groups are not drawn from; "
+                "expected observation.unit example or token"
+            )
+        if self.unit != "group" and self.backward == "per_group":
+            raise ValueError(
+                f"observation.unit is {self.unit}, whose rows no backward a group gives; "
+                "expected observation.backward one_pass"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _short(self, handler: SerializerFunctionWrapHandler) -> str | dict[str, Any]:
+        # Rows of groups are written as before this section: such runs keep their configurations.
+        if self.unit == "group":
+            return self.backward
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+
 class Config(Section):
     """One run, fully described."""
 
@@ -299,7 +344,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cache: CacheConfig = CacheConfig()
-    observation: Place[Literal["one_pass", "per_group"]] = "one_pass"
+    observation: Place[ObservationConfig] = ObservationConfig()
     precision: Literal["float32", "tf32", "bfloat16"] = Field(
         "float32", description="of the model's products; tf32 is float32 on a CPU, bfloat16 is autocast"
     )
@@ -353,6 +398,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         self.check_method(self.mixture.size)
+        unit = self.observation.unit
+        if unit == "token" and self.experts.site == "lora_head":
+            raise UserError(
+                "observation.unit is token, but experts.site lora_head routes whole examples; "
+                "expected group or example"
+            )
+        if unit != "group" and not self.method.finer_rows:
+            raise UserError(
+                f"observation.unit is {unit}, but method {self.method.name} reads gradients of groups; "
+                "expected group"
+            )
         return self
 
     def check_method(self, tasks: int | None) -> None:
@@ -386,9 +442,9 @@ def set_key(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
     Naming another method drops the old one's coefficients; ``gar+zloss`` after ``gar`` keeps those of gar.
     """
-    for key in ("method", "mixture"):
-        if isinstance(tree.get(key), str):  # the short form
-            tree[key] = {"name": tree[key]}
+    for key, own in SHORT.items():
+        if isinstance(tree.get(key), str):
+            tree[key] = {own: tree[key]}
     if dotted == "mixture" and isinstance(value, str):
         kept = {k: v for k, v in _mapping(tree.get("mixture")).items() if k != "planted"}
         value = {**kept, "name": value, "tasks": []}
@@ -586,14 +642,14 @@ def kind_of(key: str) -> Kind:
     (<Kind.PLACE: 'place'>, <Kind.RESULT: 'result'>, <Kind.BOOKKEEPING: 'bookkeeping'>)
     """
     model: type[BaseModel] | None = Config
+    kind = Kind.RESULT
     for part in key.split("."):
         field = model.model_fields.get(part) if model is not None else None
         if field is None:
             return Kind.RESULT
-        if said := next((item for item in field.metadata if isinstance(item, Kind)), None):
-            return said
+        kind = _said(field) or kind
         model = _section(field.annotation)
-    return Kind.RESULT
+    return kind
 
 
 def result_only(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -610,13 +666,24 @@ def digest(tree: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _of_kind(tree: Mapping[str, Any], model: type[BaseModel] | None) -> dict[str, Any]:
+def _said(field: FieldInfo) -> Kind | None:
+    """The kind that a key names; what is below it may name another."""
+    return next((item for item in field.metadata if isinstance(item, Kind)), None)
+
+
+def _of_kind(
+    tree: Mapping[str, Any], model: type[BaseModel] | None, kind: Kind = Kind.RESULT
+) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         field = model.model_fields.get(key) if model is not None else None
-        if field is not None and any(kind in field.metadata for kind in (Kind.PLACE, Kind.BOOKKEEPING)):
-            continue
         section = None if field is None else _section(field.annotation)
+        own = kind if field is None else _said(field) or kind
+        if own is not Kind.RESULT:
+            below = _of_kind(value, section, own) if isinstance(value, Mapping) and section else {}
+            if below:
+                kept[key] = below
+            continue
         if isinstance(value, Mapping):
             value = _of_kind(value, section)
         elif isinstance(value, list | tuple):

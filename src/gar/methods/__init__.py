@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gar.errors import UserError, nearest, one_of
+from gar.methods._finer import UnitChoice
 from gar.methods._rows import GradientCombination
 from gar.methods.base import Choices, Method, MethodState, Range
 from gar.methods.baseline import Baseline
@@ -190,6 +191,7 @@ __all__ = [
     "SwitchAux",
     "TaskInformation",
     "TorchJD",
+    "UnitChoice",
     "Update",
     "UpdateSite",
     "carried",

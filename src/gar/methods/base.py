@@ -69,6 +69,11 @@ class Method(BaseModel):
     #: Whether it needs every group's gradient in all parameters (:attr:`Pass.whole` in its own backward).
     whole_gradients: ClassVar[bool] = False
 
+    #: Whether its rows may be examples or tokens (``observation.unit``): it reads them by
+    #: :meth:`UpdateSite.observations` and :meth:`UpdateSite.row_probabilities`. A method without observations
+    #: has no rows, whatever the unit.
+    finer_observations: ClassVar[bool] = False
+
     #: Whether an update can be captured as a CUDA graph: the hooks never read a tensor's value on the host,
     #: draw no random numbers, and change the state in place.
     capturable: ClassVar[bool] = False
@@ -83,6 +88,7 @@ class Method(BaseModel):
             "proposed": False,
             "compared": False,
             "capturable": False,
+            "finer_observations": False,
         }
         for key, value in defaults.items():
             if key not in cls.__dict__:
@@ -96,6 +102,11 @@ class Method(BaseModel):
         A zero coefficient needs nothing, so that it is exactly Baseline.
         """
         return frozenset()
+
+    @property
+    def finer_rows(self) -> bool:
+        """Whether nothing here needs rows of groups."""
+        return not self.whole_gradients and (self.finer_observations or "gradients" not in self.observes)
 
     @property
     def router_apart(self) -> bool:

@@ -53,6 +53,10 @@ class Combined(Method):
         return any(part.whole_gradients for part in self.parts)
 
     @property
+    def finer_rows(self) -> bool:
+        return all(part.finer_rows for part in self.parts)
+
+    @property
     def observes(self) -> frozenset[str]:
         return frozenset().union(*(part.observes for part in self.parts))
 

@@ -20,7 +20,9 @@ class GAR(Method):
     """Router parameters get the gradient of ``L_task + coefficient * L_norm``, all others of ``L_task``.
 
     ``L_norm`` is :func:`gar.alignment_loss` over the update's group gradients and group routing
-    probabilities, summed over expert sites (paper, section "Training with First-Order Detached Alignment").
+    probabilities, summed over expert sites (paper, section "Training with First-Order Detached Alignment"),
+    or over those of examples or tokens (``observation.unit``; section "Route-Aligned Observation
+    Construction").
 
     The defaults are the paper's form. ``gradients`` and ``probabilities`` put other rows into the same
     objective; without ``self_pairs`` it is ``-sum_k sum_{i != j} p_ik p_jk <g_i, g_j> / (d_k + eps)``
@@ -32,6 +34,7 @@ class GAR(Method):
     label: ClassVar[str] = "GAR"
     style: ClassVar[tuple[str, str] | None] = ("#0072B2", "D")
     capturable: ClassVar[bool] = True
+    finer_observations: ClassVar[bool] = True
     compared: ClassVar[bool] = True
     proposed: ClassVar[bool] = True
     coefficient: float = Field(1e-3, ge=0, description="lambda; 0 is exactly Baseline")
@@ -69,7 +72,7 @@ class GAR(Method):
             return None
         total = update.zero
         for site in update.sites:
-            p = site.probabilities(soft=self.probabilities == "softmax")
+            p = site.row_probabilities(soft=self.probabilities == "softmax")
             scale = None if self.gradients == "raw" else self.scale(site.lengths(), update)
             total = total + self.loss(p, *site.observations(scale))
         return self.strength(update) * total
@@ -106,4 +109,4 @@ class GAR(Method):
         """What the observations are divided by, [M], from their lengths."""
         if self.gradients == "unit":
             return length
-        return common_length(length, update.tasks.to(length.device), update.task_count)
+        return common_length(length, update.row_tasks.to(length.device), update.task_count)

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from gar.distributed import Layout, Ranks, gather_rows, global_gram, sum_tensors
+from gar.methods._finer import UnitChoice, spread_rows
 from gar.nn import RoutedExperts
 from gar.objective import accurate, gram_matrix
-from gar.observation import Grouping, Observed, SiteObservation, WholeGradients, per_group_gradients
+from gar.observation import (
+    Grouping,
+    Observed,
+    SiteObservation,
+    UnitRows,
+    WholeGradients,
+    per_group_gradients,
+)
 from gar.routing import Routing
 
 
@@ -35,11 +43,18 @@ class GroupWeights:
     tasks: Tensor
     task_count: int
     here: int | None = None
+    #: Which examples or tokens of the pass are rows of the observation; None: its groups are.
+    units: UnitChoice | None = None
 
     @property
     def own(self) -> int:
         """Groups of the update on this rank."""
         return self.total if self.here is None else self.here
+
+    def row_weights(self) -> Tensor:
+        """What every row's own loss weighs in the pass's part of ``L_task``, [B]; 0 if it is not counted."""
+        sizes = self.grouping.sizes.clamp(min=1).to(self.task_weights.device)
+        return self.grouping.spread(self.task_weights / sizes)
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -54,6 +69,8 @@ class PassSite:
     observation: SiteObservation
     weights: GroupWeights
     rows: Tensor | None = None
+    #: In place of ``rows``, where these are of examples or tokens.
+    finer: UnitRows | None = None
 
     @property
     def bank(self) -> RoutedExperts:
@@ -83,6 +100,14 @@ class PassSite:
         routing = self.detached_routing()
         return self.weights.grouping.mean((routing.soft() if soft else routing).example_gates())
 
+    def row_probabilities(self, soft: bool = False) -> Tensor:
+        """``p`` [N, E] of the observation's rows, whatever they are of."""
+        if self.weights.units is None:
+            return self.probabilities(soft)
+        if self.finer is None:
+            raise RuntimeError("rows were not captured; the method must ask for 'gradients'")
+        return self.observation.unit_probabilities(self.finer, soft=soft)
+
     def selections(self) -> Tensor:
         """How often the forward chose each expert in each group, int64 [M, E]: k times a valid unit."""
         chosen = self.routing.selected.long()
@@ -102,6 +127,10 @@ class PassSite:
 
     def gradients(self) -> Tensor:
         """``g_m`` [M, d], detached."""
+        if self.finer is not None:
+            raise RuntimeError(
+                f"observed were {self.finer.unit}s, whose gradients are known by their Gram alone"
+            )
         if self.rows is None:
             raise RuntimeError("group gradients were not captured; the method must ask for 'gradients'")
         return self.rows
@@ -147,13 +176,22 @@ class Pass:
 
     def capture_per_group(self) -> None:
         """Group gradients by M autograd calls, before the backward (the reference path)."""
+        if self.weights.units is not None:
+            raise ValueError(
+                f"a backward a group gives no rows of {self.weights.units.unit}s; expected one_pass"
+            )
         for site in self.sites:
             with site.observation.paused():
                 site.rows = per_group_gradients(self.losses, site.bank)
 
     def capture_one_pass(self) -> None:
         """Group gradients from the factors that the backward left behind."""
+        units = self.weights.units
         for site in self.sites:
+            if units is not None:
+                weight = self.weights.row_weights()
+                site.finer = site.observation.unit_rows(units.unit, weight, units.chosen)
+                continue
             site.rows = site.observation.group_gradients(self.weights.grouping, self.weights.task_weights)
 
     def release(self) -> None:
@@ -176,6 +214,9 @@ class Share:
     tasks: Sequence[int]
     sizes: Sequence[int]
     task_count: int
+    #: Tasks of the update's rows [N] and where they are, if these are examples or tokens.
+    row_tasks: Tensor | None = None
+    units: Layout | None = None
 
     @cached_property
     def groups(self) -> Layout:
@@ -226,6 +267,12 @@ class UpdateSite:
         """``p_m`` [M, E] of all groups, differentiable in the router alone; see :class:`PassSite`."""
         return self._update.gathered([part.probabilities(soft) for part in self.parts])
 
+    def row_probabilities(self, soft: bool = False) -> Tensor:
+        """``p`` [N, E] of the rows that :meth:`observations` is of: groups, examples or tokens."""
+        if not self._update.finer:
+            return self.probabilities(soft)
+        return self._update.gathered([part.row_probabilities(soft) for part in self.parts], units=True)
+
     def gradients(self) -> Tensor:
         """``g_m`` [M, d] of all groups, detached.
 
@@ -234,7 +281,9 @@ class UpdateSite:
         return self._update.gathered([part.gradients() for part in self.parts])
 
     def lengths(self) -> Tensor:
-        """``|g_m|`` [M] of all groups, float64: squares of tiny float32 gradients would underflow."""
+        """``|g_m|`` [M] of all rows, float64: squares of tiny float32 gradients would underflow."""
+        if self._update.finer:
+            return self._finer.lengths()
         of_parts = (part.gradients() for part in self.parts)
         norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in of_parts]
         return self._update.gathered(norms)
@@ -242,16 +291,17 @@ class UpdateSite:
     def observations(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """What the objective takes of ``g_m / scale_m``: the rows [M, d] and None, or None and their Gram.
 
-        The Gram matrix [M, M] is what goes between ranks; one process has the rows. ``scale`` [M] is 1 where
-        it is 0.
+        The Gram matrix [M, M] is what goes between ranks, and all that there is of examples and tokens; one
+        process has the rows of groups. ``scale`` [M] is 1 where it is 0.
         """
-        share = self._update.share
-        if share is None:
+        if self._update.share is None and not self._update.finer:
             return over(self.gradients(), scale), None
         return None, self.gram(scale)
 
     def gram(self, scale: Tensor | None = None) -> Tensor:
         """The Gram matrix [M, M] of ``g_m / scale_m``, detached."""
+        if self._update.finer:
+            return self._finer.gram(scale)
         share = self._update.share
         parts = [part.gradients() for part in self.parts]
         if share is None:
@@ -260,6 +310,20 @@ class UpdateSite:
         if scale is not None and own is not None:
             own = over(own, scale[share.groups.numbers[share.ranks.rank].to(scale.device)])
         return share.gram(own, self._update.zero.device)
+
+    @cached_property
+    def _finer(self) -> UnitRows:
+        """The rows of all passes and ranks, where they are examples or tokens."""
+        parts = [part.finer for part in self.parts if part.finer is not None]
+        share, own = self._update.share, UnitRows.joined(parts) if parts else None
+        if share is not None:
+            device, layout = self._update.zero.device, share.units
+            assert layout is not None
+            return spread_rows(
+                own, layout, share.ranks, lambda part: share.rows(part, device, layout), device
+            )
+        assert own is not None
+        return own
 
     def example_gates(self) -> Tensor:
         """``q_n`` [n, E] of all examples, differentiable in the router alone.
@@ -335,13 +399,18 @@ class Update:
         parts = zip(*(each.sites for each in self.passes), strict=True)
         return [UpdateSite(of_bank, of_bank[0].bank, self) for of_bank in parts]
 
-    def gathered(self, parts: Sequence[Tensor], examples: bool = False) -> Tensor:
-        """What the passes have of their groups (or examples), of the whole update and in its order."""
+    def gathered(self, parts: Sequence[Tensor], examples: bool = False, units: bool = False) -> Tensor:
+        """What the passes have of their groups (or examples, or rows that are no groups), of the whole update
+        and in its order.
+        """
         own = parts[0] if len(parts) == 1 else torch.cat(list(parts)) if parts else None
         if self.share is None:
             assert own is not None
             return own
         layout = self.share.examples if examples else self.share.groups
+        if units:
+            assert self.share.units is not None
+            layout = self.share.units
         whole = self.share.rows(own, self.zero.device, layout)
         if whole.requires_grad:
             self._gathered.append(whole)
@@ -373,6 +442,24 @@ class Update:
     def losses(self) -> Tensor:
         """The groups' mean losses [M], detached."""
         return self.gathered([each.losses for each in self.passes])
+
+    @property
+    def finer(self) -> bool:
+        """Whether the observation's rows are examples or tokens."""
+        if self.share is not None:
+            return self.share.units is not None
+        return self.passes[0].weights.units is not None
+
+    @property
+    def row_tasks(self) -> Tensor:
+        """The task number of every row of the observation, int64."""
+        if not self.finer:
+            return self.tasks
+        if self.share is not None:
+            assert self.share.row_tasks is not None
+            return self.share.row_tasks
+        choices = (each.weights.units for each in self.passes)
+        return torch.cat([units.tasks for units in choices if units is not None])
 
     @property
     def tasks(self) -> Tensor:

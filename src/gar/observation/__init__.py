@@ -5,6 +5,7 @@ from gar.observation._grouping import Grouping, mean_over_units
 from gar.observation._reference import per_group_gradients
 from gar.observation._row_sum import GateSum, RowSum
 from gar.observation._site import SiteObservation
+from gar.observation._units import Unit, UnitRows
 from gar.observation._whole import WholeGradients
 from gar.observation.observe import Observed, observe
 
@@ -14,6 +15,8 @@ __all__ = [
     "Observed",
     "RowSum",
     "SiteObservation",
+    "Unit",
+    "UnitRows",
     "WholeGradients",
     "balance_loss",
     "mean_over_units",

@@ -32,7 +32,8 @@ from gar.observation._native_layout import (
 from gar.observation._native_lora import Adapter
 from gar.observation._native_order import Replaced, known, places, saves_elsewhere
 from gar.observation._record import Handle
-from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates
+from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates, unit_gates
+from gar.observation._units import UnitRows
 from gar.precision import full_precision
 from gar.routing import Routing
 
@@ -360,6 +361,14 @@ class NativeSiteObservation(SiteObservation):
         observed module's ``attention_mask``. A group without a token has a row of zeros.
         """
         return self.probabilities(*self.group_gates(groups, count, **options))
+
+    def unit_probabilities(self, rows: UnitRows, *, soft: bool = False) -> Tensor:
+        """The same, every row divided by its sum; ``soft`` needs a router that returns logits."""
+        routing = self.detached_routing()
+        if soft and not routing.logits.numel():
+            raise UserError(f"{self.name}: the router returns no logits; soft needs them")
+        gates = unit_gates(routing.soft() if soft else routing, rows)
+        return self.probabilities(gates, gates.new_ones(len(gates)))
 
     def template(self) -> dict[str, torch.Size]:
         seen = self._seen

@@ -16,6 +16,7 @@ from gar.objective import accurate
 from gar.observation._balance import balance_loss
 from gar.observation._grouping import Grouping
 from gar.observation._record import Handle, Record
+from gar.observation._units import Unit, UnitRows, add_pairs, pairs_are_cheaper, unit_factors, unit_places
 from gar.precision import full_precision
 from gar.routing import Routing
 
@@ -138,16 +139,45 @@ class SiteObservation:
     ) -> Tensor:
         """Gram matrix [M, M] of :meth:`group_gradients`: exact, and [M, d] never exists.
 
-        Rows are made slice by slice of the template, of ``max_bytes`` at most (but M numbers at least).
+        Rows are made slice by slice of the template, of ``max_bytes`` at most (but M numbers at least); where
+        groups are as small as a token, products of all pairs of units cost less and take their place.
         """
         groups, factors, undo = self.group_factors(groups, group_weight)
         gram = undo.new_zeros(len(undo), len(undo))
         with self.full_precision():
             for factor in factors.values():
+                if (pairs := _gathered_pairs(factor, groups)) is not None:
+                    add_pairs(gram, pairs, max_bytes)
+                    continue
                 for part in slices(factor, max_bytes // max(1, len(undo) * undo.element_size())):
                     own = groups.product(part).flatten(1)
                     gram += own @ own.T
         return gram * (undo * undo.T)
+
+    def unit_rows(self, unit: Unit, row_weight: Tensor, chosen: Tensor | None = None) -> UnitRows:
+        """Rows of examples or tokens, as factors: the Gram matrix of N of them never needs [N, d].
+
+        The one backward must have been of ``sum_n row_weight[n] * l_n`` over the rows (examples) of the
+        forward; the weight [B] is undone here, and a row of weight 0 is not counted. An ``"example"`` row is
+        the gradient of ``l_n``; its ``"token"`` rows are what each valid token brings to it, and add up to
+        it. ``chosen`` int64 [N] are numbers of the counted units, in the order of rows and tokens (default:
+        all of them). Waits for the device.
+        """
+        weight, extent = accurate(row_weight.detach()), self.extent()
+        if weight.shape != extent[:1]:
+            raise UserError(f"row_weight must be [{extent[0]}], got {list(weight.shape)}")
+        weight = weight.to(self.device)
+        places = unit_places(unit, extent, weight != 0, self.routing.mask, chosen)
+        undo = 1 / weight[places if unit == "example" else places // extent[1]]
+        return UnitRows(unit, places, unit_factors(self._factors(), unit, extent, places, undo))
+
+    def unit_probabilities(self, rows: UnitRows, *, soft: bool = False) -> Tensor:
+        """``p`` [N, E] of the units of ``rows``: a token's gates, or their mean over an example's tokens.
+
+        ``soft``: of the softmax over all experts in place of the gates. Differentiable in the router alone.
+        """
+        routing = self.detached_routing()
+        return unit_gates(routing.soft() if soft else routing, rows)
 
     def template(self) -> dict[str, torch.Size]:
         """Shapes of one expert's parameters by name: the order of a row of :meth:`group_gradients`."""
@@ -242,6 +272,13 @@ class SiteObservation:
             return self.bank.experts.factors(self._record.call())
 
 
+def unit_gates(routing: Routing, rows: UnitRows) -> Tensor:
+    """The gates [N, E] of the units of ``rows``."""
+    if rows.unit == "token" and routing.gates.dim() > 2:
+        return routing.gates.flatten(0, 1)[rows.places]
+    return routing.example_gates()[rows.places]
+
+
 def summed_gates(routing: Routing, groups: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """Gates [M, E] summed over each group's examples, or tokens for groups [B, L]; their numbers [M]."""
     gates = routing.example_gates()
@@ -266,6 +303,22 @@ def call_with(
         return module(*arguments, **keywords)
     cast = {name: value.to((dtypes or {}).get(name, value.dtype)) for name, value in parameters.items()}
     return torch.func.functional_call(module, cast, arguments, keywords)
+
+
+def _gathered_pairs(factors: Factors, groups: Grouping) -> Factors | None:
+    """A slot's factors [M, terms, ...] where the Gram of M small groups is better made of pairs of terms."""
+    left, right = factors
+    if right is None or not groups.count:
+        return None
+    terms = int(groups.sizes.max()) * left.shape[1]
+    shape = Factors(
+        left.new_empty(groups.count, terms, left.shape[-1], device="meta"),
+        right.new_empty(groups.count, terms, right.shape[-1], device="meta"),
+    )
+    if not pairs_are_cheaper(shape):
+        return None
+    gathered = (accurate(groups.gather(side).flatten(1, 2)) for side in (left, right))
+    return Factors(*gathered)
 
 
 def _per_token(factors: Factors, units: int) -> Factors:

@@ -20,6 +20,7 @@ from gar.observation._native import NativeSiteObservation
 from gar.observation._native_layout import native_banks, refuse_auxiliary_loss
 from gar.observation._record import Handle
 from gar.observation._site import SLICE_BYTES, SiteObservation
+from gar.observation._units import Unit, UnitRows
 
 
 class Observed:
@@ -50,6 +51,14 @@ class Observed:
     ) -> Tensor:
         """:meth:`SiteObservation.group_gram` of the only site."""
         return self.site.group_gram(groups, group_weight, max_bytes)
+
+    def unit_rows(self, unit: Unit, row_weight: Tensor, chosen: Tensor | None = None) -> UnitRows:
+        """:meth:`SiteObservation.unit_rows` of the only site."""
+        return self.site.unit_rows(unit, row_weight, chosen)
+
+    def unit_probabilities(self, rows: UnitRows, *, soft: bool = False) -> Tensor:
+        """:meth:`SiteObservation.unit_probabilities` of the only site."""
+        return self.site.unit_probabilities(rows, soft=soft)
 
     def group_probabilities(self, groups: Tensor, count: int | None = None, **options: Any) -> Tensor:
         """:meth:`SiteObservation.group_probabilities` of the only site."""

@@ -32,9 +32,15 @@ from gar.data.registry import PLANTED, registry
 from gar.methods import WITH, label_of
 from gar.runs import Run, State
 
-VARIED = {"seed", "method", "optimizer.learning_rate", "mixture.name", "mixture.tasks", "mixture.planted"}
+VARIED = {
+    *("seed", "method", "observation", "optimizer.learning_rate"),
+    *("mixture.name", "mixture.tasks", "mixture.planted"),
+}
 #: Keys of a method in the name of a variant, which stands in narrow columns.
-SYMBOLS = {"coefficient": "λ", "load_coefficient": "λ_load", "learning_rate": "lr"}
+SYMBOLS = {
+    **{"coefficient": "λ", "load_coefficient": "λ_load", "learning_rate": "lr"},
+    **{"observation.unit": "unit", "observation.rows": "rows"},
+}
 PER_MIXTURE = {"optimizer.clip", "optimizer.weight_decay", "optimizer.epochs"}
 
 
@@ -73,10 +79,11 @@ def mixture_of(run: Run) -> str:
 
 
 def hyperparameters(run: Run) -> dict[str, Any]:
-    """The method's own keys and the learning rate: what a search varies."""
+    """The method's own keys and the learning rate, what a search varies; and rows that are no groups."""
     own = flat(run.config.get("method") or {})
     own = {key.removeprefix(f"{WITH}."): value for key, value in own.items() if key != "name"}
-    return {**own, "learning_rate": (run.config.get("optimizer") or {}).get("learning_rate")}
+    rows = flat({"observation": result_only(run.config).get("observation") or {}})
+    return {**own, **rows, "learning_rate": (run.config.get("optimizer") or {}).get("learning_rate")}
 
 
 def paper_setting(run: Run) -> str | None:

@@ -80,6 +80,7 @@ class CapturedUpdates:
         """For an updater whose updates can be captured; None where they cannot."""
         model, config = updater.model, updater.config
         able = config.capture and config.method.capturable and model.bank.experts.capturable
+        able = able and config.observation.unit == "group"  # which others count, the host has to know
         if not able or model.device.type != "cuda" or not isinstance(updater.source, CachedSource):
             return None
         limit = config.max_tokens_per_pass
@@ -231,7 +232,7 @@ class CapturedUpdates:
                 self._forwards(shape, counts, reals),
                 updater.parameters,
                 [updater.model.bank],
-                observation=updater.config.observation,
+                observation=updater.config.observation.backward,
                 state=updater.state,
                 whole=updater.whole,
             )

@@ -43,7 +43,7 @@ class CapturedBackbone(CapturedUpdates):
     @classmethod
     def of(cls, updater: Updater) -> Self | None:
         model, config, source = updater.model, updater.config, updater.source
-        able = config.capture and config.method.capturable
+        able = config.capture and config.method.capturable and config.observation.unit == "group"
         if not able or model.device.type != "cuda" or not isinstance(source, RawSource):
             return None
         with model.computing():

@@ -35,10 +35,11 @@ def fill_gradients(
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
 
     ``observed`` holds the expert banks (or modules with banks inside), ``observation`` is ``one_pass`` or
-    ``per_group``, ``state`` the method's own (:meth:`gar.methods.Method.initial_state`). ``whole`` serves a
-    method with ``whole_gradients`` from update to update; without it ``observed`` are the modules it knows.
-    With a ``share`` the passes are those of this rank's groups, and ``.grad`` is that of all ranks; ``ready``
-    is called after the passes, before anything is exchanged.
+    ``per_group`` (which has no rows of examples or tokens), ``state`` the method's own
+    (:meth:`gar.methods.Method.initial_state`). ``whole`` serves a method with ``whole_gradients`` from update
+    to update; without it ``observed`` are the modules it knows. With a ``share`` the passes are those of this
+    rank's groups, and ``.grad`` is that of all ranks; ``ready`` is called after the passes, before anything
+    is exchanged.
     """
     for parameter in parameters:
         parameter.grad = None

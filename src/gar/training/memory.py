@@ -202,7 +202,7 @@ def power_of_two_below(tokens: int) -> int:
 
 
 def _fill(updater: Trained, groups: Sequence[Group]) -> None:
-    model, observation = updater.model, updater.config.observation
+    model, observation = updater.model, updater.config.observation.backward
     forwards = [lambda: updater.group_losses(groups, 0, len(groups))]
     with model.products():
         fill_gradients(GAR(), forwards, updater.parameters, [model.bank], observation=observation)

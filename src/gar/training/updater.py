@@ -31,6 +31,7 @@ from gar.training.dropout import keep_mask, row_words
 from gar.training.failure import TrainingFailure as TrainingFailure
 from gar.training.gradients import fill_gradients, total_norm
 from gar.training.memory import PassLimit
+from gar.training.rows import ChosenRows
 
 #: Padded tokens that take about as long as the fixed cost of one more pass, by device type.
 PASS_COST = {"cpu": 512, "cuda": 16384}
@@ -88,7 +89,7 @@ class Updater:
         self.optimizer = make_optimizer(model, config.optimizer)
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
-        one_pass = config.observation == "one_pass"
+        one_pass = config.observation.backward == "one_pass"
         self.whole = (
             WholeGradients([model], self.parameters, one_pass) if self.method.whole_gradients else None
         )
@@ -123,11 +124,21 @@ class Updater:
         """
         self.limit.settle(self)
         own, share = self.share(groups)
+        rows = self.rows(groups, number)
+        if share is not None and rows is not None:
+            units = rows.layout(groups, share.numbers)
+            share = replace(share, units=units, row_tasks=rows.tasks(groups, self.model.device))
         if number:
-            return self._in_passes(own, number, share)
+            return self._in_passes(own, number, share, rows)
         return self.limit.halving(
-            lambda ready: self._in_passes(own, 0, share, ready), lambda: self._largest(own)
+            lambda ready: self._in_passes(own, 0, share, rows, ready), lambda: self._largest(own)
         )
+
+    def rows(self, groups: Sequence[Group], number: int) -> ChosenRows | None:
+        """The rows of update ``number``'s observation where they are no groups, and its method reads them."""
+        if "gradients" not in self.method.observes:
+            return None
+        return ChosenRows.of(groups, self.source.lengths, self.config.observation, self.seed, number)
 
     def share(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Share | None]:
         """This rank's groups of an update, and where the others are; one process has them all."""
@@ -150,6 +161,7 @@ class Updater:
         groups: Sequence[Group],
         number: int,
         share: Share | None,
+        rows: ChosenRows | None,
         ready: Callable[[], None] = lambda: None,
     ) -> Update:
         """``ready`` is called once the passes are over, before anything is exchanged."""
@@ -157,7 +169,9 @@ class Updater:
 
         def forward(part: Sequence[Group]) -> tuple[Tensor, GroupWeights]:
             losses, weights = self.group_losses(part, number, total)
-            return losses, weights if share is None else replace(weights, here=len(groups))
+            here = None if share is None else len(groups)
+            units = None if rows is None else rows.of_pass(part, self.model.device)
+            return losses, replace(weights, here=here, units=units)
 
         forwards = (partial(forward, part) for part in self.split(groups))
         with self.model.products():
@@ -166,7 +180,7 @@ class Updater:
                 forwards,
                 self.parameters,
                 [self.model.bank],
-                observation=self.config.observation,
+                observation=self.config.observation.backward,
                 state=self.state,
                 whole=self.whole,
                 share=share,
