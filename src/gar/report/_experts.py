@@ -63,8 +63,7 @@ def loads(results: Results, setting: str | None = None, mixture: str | None = No
         seeds, experts = found.shape
         ranks, uniform = np.arange(1, experts + 1), 1 / experts
         axes.bar(ranks, found.mean(0), color=look[variant]["color"], alpha=0.55, width=0.75)
-        for load in found:
-            axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
+        axes.plot(np.tile(ranks, seeds), found.ravel(), linestyle="none", marker=".", markersize=4, color=INK)
         axes.axhline(uniform, color=INK, linestyle="--", linewidth=1)
         axes.text(0.99, uniform, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
                   fontsize=7, color=INK)  # fmt: skip

@@ -25,14 +25,34 @@ from gar.report.results import Results
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, or the reason why there is none; ``name`` is its id."""
+    """A figure, or what makes one when it is wanted, or none because of ``why``; ``name`` is its id."""
 
     name: str
     caption: str
-    figure: Figure | None
-    reason: str = ""
+    source: Figure | Callable[[], Figure] | None
+    why: str = ""
     folded: bool = False
     absent: tuple[str, ...] = ("tex",)
+
+    @cached_property
+    def _made(self) -> Figure | str:
+        """The figure, or the reason why there is none."""
+        if not callable(self.source):
+            return self.source or self.why or "nothing to draw"
+        try:
+            return self.source()
+        except figures.NothingToDraw as reason:
+            return str(reason)
+
+    @property
+    def figure(self) -> Figure | None:
+        """The figure; it is made at the first time."""
+        return None if isinstance(self._made, str) else self._made
+
+    @cached_property
+    def reason(self) -> str:
+        """Why there is no figure; empty where there is one."""
+        return self._made if isinstance(self._made, str) else ""
 
     @cached_property
     def drawn(self) -> Sheet | None:
@@ -56,6 +76,10 @@ class Said:
 
     lines: Sequence[str]
     absent: tuple[str, ...] = ("tex",)
+
+
+Contents = Mapping[tuple[str, str], Sequence["Table | Picture | Said"]]
+"""What blocks hold, by ``(key, heading)``."""
 
 
 @dataclass(frozen=True)
@@ -105,21 +129,31 @@ class Page:
     def pictures(self) -> list[Picture]:
         """All that are drawn."""
         items = (item for section in self.sections for block in section.blocks for item in block.items)
-        return [item for item in items if isinstance(item, Picture) and item.figure is not None]
+        return [item for item in items if isinstance(item, Picture) and not item.reason]
 
 
-def build_page(results: Results, common_seeds: bool = False) -> Page:
-    """Everything that the report shows."""
+def build_page(
+    results: Results,
+    common_seeds: bool = False,
+    draw: Callable[[Sequence[Picture]], None] = lambda pictures: None,
+) -> Page:
+    """Everything that the report shows; ``draw`` may make all pictures together before they are asked for."""
     endpoints = results.endpoints(common_seeds)
     compared = {name: results.comparisons(name, common_seeds) for name in listed()}
+    contents = {
+        setting: _contents(results, setting, f"s{number}", endpoints, compared, common_seeds)
+        for number, setting in enumerate(results.settings, 1)
+    }
+    items = (item for blocks in contents.values() for block in blocks.values() for item in block)
+    draw([item for item in items if isinstance(item, Picture)])
     sections = [
         Section(
             f"s{number}",
             setting,
-            _blocks(results, setting, f"s{number}", endpoints, compared, common_seeds),
+            arranged(f"s{number}", blocks),
             {style.slug(variant): variant for variant in results.variants(setting)},
         )
-        for number, setting in enumerate(results.settings, 1)
+        for number, (setting, blocks) in enumerate(contents.items(), 1)
     ]
     sections += _planted(results)
     collapses = []
@@ -146,15 +180,15 @@ def _planted(results: Results) -> list[Section]:
     return [Section("planted", "Known groups of tasks", blocks, variants)] if blocks else []
 
 
-def _blocks(
+def _contents(
     results: Results,
     setting: str,
     ident: str,
     endpoints: pd.DataFrame,
     compared: Mapping[str, pd.DataFrame],
     common_seeds: bool,
-) -> list[Block]:
-    """The blocks of one setting; a table without rows is left out."""
+) -> Contents:
+    """What the blocks of one setting hold."""
     accuracy, *routing = listed().values()
     widest = results.scopes(setting)[-1].label
     published = [metric for metric in routing if metric.paper]
@@ -163,16 +197,16 @@ def _blocks(
         kind = name.split("-")[0]
         draw, said = PICTURES[kind]
         seeds = {"common_seeds": common_seeds} if kind == "gains" else {}
-        caption = ": ".join([*which, said])
-        try:
+
+        def make() -> Figure:
             figure = draw(results, setting, *which, **seeds)
-        except figures.NothingToDraw as reason:
-            return Picture(f"{ident}-{name}", caption, None, str(reason))
-        mark(figure, results.variants(setting))
-        return Picture(f"{ident}-{name}", caption, figure, folded=folded)
+            mark(figure, results.variants(setting))
+            return figure
+
+        return Picture(f"{ident}-{name}", ": ".join([*which, said]), make, folded=folded)
 
     words, summary = opening(results, setting, endpoints, compared["accuracy"])
-    blocks: dict[tuple[str, str], list[Table | Picture | Said]] = {
+    return {
         ("opening", "In short"): [Said(words), summary],
         ("endpoints", "Endpoints"): [
             *paper_tables(results, setting, endpoints, compared),
@@ -209,18 +243,17 @@ def _blocks(
             *tables.records(results, setting),
         ],
     }
-    return arranged(ident, blocks)
 
 
-def arranged(prefix: str, blocks: Mapping[tuple[str, str], Sequence[Table | Picture | Said]]) -> list[Block]:
-    """Blocks by ``(key, heading)``, without those that hold nothing; why is said in one block at the end."""
+def arranged(prefix: str, blocks: Contents) -> list[Block]:
+    """The blocks, without those that hold nothing; why is said in one block at the end."""
     found, absent = [], []
     for (key, heading), items in blocks.items():
         shown = [item for item in items if isinstance(item, Picture) or _full(item)]
         for table in shown:
             if isinstance(table, Table):
                 table.name = f"{prefix}-{table.name}"
-        pictures = [item for item in shown if isinstance(item, Picture) and item.figure is None]
+        pictures = [item for item in shown if isinstance(item, Picture) and item.reason]
         if len(pictures) < len(shown):
             found.append(Block(f"{prefix}-head-{key}", heading, shown))
         else:
