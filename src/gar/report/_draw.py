@@ -16,40 +16,49 @@ LEAST = 6
 
 
 def draw(pictures: Sequence[Picture], pdf: bool = False) -> None:
-    """Fill ``reason`` and ``drawn``, and ``pdf`` where wanted, of all pictures.
+    """Fill ``reason``, ``drawn`` and ``svg``, and ``pdf`` where wanted, of all pictures."""
+    begin(pictures, pdf)()
 
-    A fork, which has all numbers and nothing to import, makes and draws as many as it can beside this
-    process. Only a process of one thread on Linux forks: in a notebook, or where another thread may hold a
-    lock, this process does all.
+
+def begin(pictures: Sequence[Picture], pdf: bool = False) -> Callable[[], None]:
+    """As :func:`draw`; another process begins now, and the caller may do something else before it helps.
+
+    The other one is a fork, which has all numbers and nothing to import; each takes the next picture that
+    nobody has. Only a process of one thread on Linux forks: in a notebook, or where another thread may hold a
+    lock, what is returned does all.
     """
-    kinds = ("reason", "drawn", "pdf") if pdf else ("reason", "drawn")
-    left = [picture for picture in pictures if any(kind not in vars(picture) for kind in kinds)]
-    if len(left) >= LEAST and _forks():
-        context = multiprocessing.get_context("fork")
-        receiver, sender = context.Pipe(duplex=False)
-        taken = context.Value("i", 0)
+    kinds = ("reason", "drawn", "svg", "pdf") if pdf else ("reason", "drawn", "svg")
+    if len(pictures) < LEAST or not _forks():
+        return lambda: _fill(pictures, kinds)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    taken = context.Value("i", 0)
 
-        def take() -> Iterator[int]:
-            """Numbers that no other process has."""
-            while True:
-                with taken.get_lock():
-                    number, taken.value = taken.value, taken.value + 1
-                if number >= len(left):
-                    return
-                yield number
+    def take() -> Iterator[int]:
+        """Numbers that no other process has."""
+        while True:
+            with taken.get_lock():
+                number, taken.value = taken.value, taken.value + 1
+            if number >= len(pictures):
+                return
+            yield number
 
-        child = context.Process(target=_send, args=(sender, left, kinds, take), daemon=True)
-        child.start()
-        sender.close()
-        _fill((left[number] for number in take()), kinds)
+    child = context.Process(target=_send, args=(sender, pictures, kinds, take), daemon=True)
+    child.start()
+    sender.close()
+
+    def finish() -> None:
+        _fill((pictures[number] for number in take()), kinds)
         try:
             found = receiver.recv()
         except EOFError:  # the fork ended early, of memory or a fault: drawn here, where a fault is seen
             found = {}
         child.join()
         for number, contents in found.items():
-            vars(left[number]).update(contents)  # where a cached property keeps its value
-    _fill(left, kinds)
+            vars(pictures[number]).update(contents)  # where a cached property keeps its value
+        _fill(pictures, kinds)
+
+    return finish
 
 
 def _forks() -> bool:

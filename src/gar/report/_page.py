@@ -59,7 +59,7 @@ class Picture:
         """The drawing; none where there is no figure."""
         return style.drawn(self.figure, self.name, self.caption) if self.figure else None
 
-    @property
+    @cached_property
     def svg(self) -> str:
         """The drawing in ink on white, for a file; empty where there is none."""
         return self.drawn.whole() if self.drawn else ""
@@ -135,17 +135,24 @@ class Page:
 def build_page(
     results: Results,
     common_seeds: bool = False,
-    draw: Callable[[Sequence[Picture]], None] = lambda pictures: None,
+    begin: Callable[[Sequence[Picture]], Callable[[], None]] = lambda pictures: lambda: None,
 ) -> Page:
-    """Everything that the report shows; ``draw`` may make all pictures together before they are asked for."""
+    """Everything that the report shows.
+
+    ``begin`` may begin to make the pictures, and returns what ends it; without it each is made when wanted.
+    """
+    pictures = {
+        setting: _pictures(results, setting, f"s{number}", common_seeds)
+        for number, setting in enumerate(results.settings, 1)
+    }
+    end = begin([picture for found in pictures.values() for picture in found.values()])
     endpoints = results.endpoints(common_seeds)
     compared = {name: results.comparisons(name, common_seeds) for name in listed()}
     contents = {
-        setting: _contents(results, setting, f"s{number}", endpoints, compared, common_seeds)
-        for number, setting in enumerate(results.settings, 1)
+        setting: _contents(results, setting, endpoints, compared, found)
+        for setting, found in pictures.items()
     }
-    items = (item for blocks in contents.values() for block in blocks.values() for item in block)
-    draw([item for item in items if isinstance(item, Picture)])
+    end()
     sections = [
         Section(
             f"s{number}",
@@ -180,18 +187,9 @@ def _planted(results: Results) -> list[Section]:
     return [Section("planted", "Known groups of tasks", blocks, variants)] if blocks else []
 
 
-def _contents(
-    results: Results,
-    setting: str,
-    ident: str,
-    endpoints: pd.DataFrame,
-    compared: Mapping[str, pd.DataFrame],
-    common_seeds: bool,
-) -> Contents:
-    """What the blocks of one setting hold."""
-    accuracy, *routing = listed().values()
+def _pictures(results: Results, setting: str, ident: str, common_seeds: bool) -> dict[str, Picture]:
+    """The pictures of one setting by their short names."""
     widest = results.scopes(setting)[-1].label
-    published = [metric for metric in routing if metric.paper]
 
     def picture(name: str, *which: str, folded: bool = False) -> Picture:
         kind = name.split("-")[0]
@@ -205,6 +203,25 @@ def _contents(
 
         return Picture(f"{ident}-{name}", ": ".join([*which, said]), make, folded=folded)
 
+    found = {name: picture(name, widest) for name in ("balance", "trajectories", "sweep")}
+    found |= {name: picture(name) for name in ("gains", "steps")}
+    for number, mixture in enumerate(results.mixtures(setting)):
+        for name in (f"loads-{number}", f"heatmap-{number}", f"conflict-{number}"):
+            found[name] = picture(name, mixture, folded=number > 0)
+    return found
+
+
+def _contents(
+    results: Results,
+    setting: str,
+    endpoints: pd.DataFrame,
+    compared: Mapping[str, pd.DataFrame],
+    pictures: Mapping[str, Picture],
+) -> Contents:
+    """What the blocks of one setting hold."""
+    accuracy, *routing = listed().values()
+    published = [metric for metric in routing if metric.paper]
+    mixtures = range(len(results.mixtures(setting)))
     words, summary = opening(results, setting, endpoints, compared["accuracy"])
     return {
         ("opening", "In short"): [Said(words), summary],
@@ -218,26 +235,19 @@ def _contents(
             paper.endpoints(results, setting, published, "paper-further", "routing metrics", folded=True),
             *tables.task_accuracies(results, setting),
         ],
-        ("balance", "Balanced is not specialised"): [picture("balance", widest)],
+        ("balance", "Balanced is not specialised"): [pictures["balance"]],
         ("gains", "Paired gains"): [
-            picture("gains"),
+            pictures["gains"],
             *(tables.paired(setting, frame, METRICS[name]) for name, frame in compared.items()),
         ],
-        ("trajectories", "Trajectories"): [picture("trajectories", widest)],
+        ("trajectories", "Trajectories"): [pictures["trajectories"]],
         ("loads", "Expert loads"): [
-            *(
-                picture(f"{kind}-{number}", mixture, folded=number > 0)
-                for number, mixture in enumerate(results.mixtures(setting))
-                for kind in ("loads", "heatmap")
-            ),
+            *(pictures[f"{kind}-{number}"] for number in mixtures for kind in ("loads", "heatmap")),
             *tables.seen(results, setting),
         ],
-        ("conflict", "Conflict between tasks"): [
-            picture(f"conflict-{number}", mixture, folded=number > 0)
-            for number, mixture in enumerate(results.mixtures(setting))
-        ],
-        ("sweep", "Coefficient sweep"): [picture("sweep", widest)],
-        ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
+        ("conflict", "Conflict between tasks"): [pictures[f"conflict-{number}"] for number in mixtures],
+        ("sweep", "Coefficient sweep"): [pictures["sweep"]],
+        ("times", "Time per update"): [pictures["steps"], tables.times(results, setting)],
         ("configuration", "Configuration and versions"): [
             tables.configurations(results, setting),
             *tables.records(results, setting),

@@ -14,7 +14,7 @@ import pandas as pd
 
 from gar.errors import UserError
 from gar.report import figures
-from gar.report._draw import draw
+from gar.report._draw import begin, draw
 from gar.report._html import html
 from gar.report._latex import PREAMBLE, latex
 from gar.report._page import Page, Picture, Said, build_page
@@ -39,7 +39,7 @@ def write(
     """
     out = Path(out_dir)
     with _uncollected():
-        page = build_page(results, common_seeds, partial(draw, pdf=pdf))
+        page = build_page(results, common_seeds, partial(begin, pdf=pdf))
         draw(page.pictures, pdf)  # what is left
     contents = {
         "report.html": html(page),
