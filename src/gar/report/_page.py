@@ -307,8 +307,8 @@ PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
         figures.conflict,
         "cosines between the tasks' gradients within one expert, of one seed; red: the tasks pull the expert "
         "apart, blue: they agree. The methods of the heatmap side by side, and of each the four experts with "
-        "the lowest cosine, the lowest first; experts without load, or with one task's gradient alone, are "
-        "left out.",
+        "the lowest cosine at the last update, the lowest first; experts without load, or with one task's "
+        "gradient alone, are left out.",
     ),
     "balance": (
         figures.balance,
