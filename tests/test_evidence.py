@@ -144,7 +144,7 @@ def test_the_paragraph_of_other_pages_follows_the_stored_runs(tmp_path: Path) ->
     )
     subprocess.run(command, check=True)
     written = readme.read_text()
-    assert "old" not in written
+    assert "\nold\n" not in written
     assert (written[:7], written[-6:]) == ("before\n", "after\n")
     subprocess.run([*command, "--check"], check=True)
     readme.write_text(written.replace("better", "worse"))
