@@ -28,6 +28,7 @@ from gar.report.evidence import (
     verdict,
 )
 from gar.report.evidence_page import page
+from gar.report.evidence_summary import summary
 from gar.sweeps.stored import HEAD, KEY, TRAJECTORY
 from gar.sweeps.suite import load_suite
 
@@ -127,6 +128,46 @@ def test_the_check_sees_a_changed_number_and_a_changed_word(tmp_path: Path) -> N
     path.write_text(written)
     write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.01}), HEAD)
     assert subprocess.run([*command, "--check"], capture_output=True).returncode == 1
+
+
+def test_the_paragraph_of_other_pages_follows_the_stored_runs(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    write(docs / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.02}), HEAD)
+    command = [sys.executable, str(SCRIPT), "--docs", str(docs)]
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n")
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "README.md: has no lines" in failed.stderr
+    readme.write_text(
+        "before\n\n<!-- results: written by benchmarks/results.py -->\nold\n<!-- end of results -->\nafter\n"
+    )
+    subprocess.run(command, check=True)
+    written = readme.read_text()
+    assert "\nold\n" not in written
+    assert (written[:7], written[-6:]) == ("before\n", "after\n")
+    subprocess.run([*command, "--check"], check=True)
+    readme.write_text(written.replace("better", "worse"))
+    failed = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "README.md" in failed.stderr
+
+
+def test_a_paragraph_of_the_results() -> None:
+    assert summary(Evidence([], [])).startswith("No run of GAR beside Baseline is stored yet. Not run yet: ")
+    second = ("frozen_top1", "six_reduced")
+    lines = cell_lines({"baseline": 0.0, "gar": 0.02})
+    lines += cell_lines({"baseline": 0.0, "gar": 0.0}, seeds=1, cell=second)
+    evidence = Evidence(lines, [])
+    found = evidence.difference("accuracy", CELL, "gar", "baseline")
+    said = summary(evidence)
+    assert said.startswith(
+        "In two settings and mixtures, on frozen minilm, GAR is better than Baseline in one "
+        f"(frozen_top1, six_complete: +{100 * found.mean:.2f} points, +{100 * found.low:.2f} to "
+        f"+{100 * found.high:.2f}, five seeds), worse in none, and not told apart from it in none. "
+        "Too few seeds to compare in one."
+    )
+    assert "trained minilm" in said.split("Not run yet: ")[1]
 
 
 # ---------------------------------------------------------------------- numbers and words

@@ -140,7 +140,7 @@ def test_opens_without_console_messages(chromium, page):
     shown = read(dom)
     assert {"problems", "s1-endpoints", "s1-paired", "s1-times"} <= set(shown.tables)
     assert shown.tags["svg"] >= 6
-    assert shown.tags["input"] == 3 + 1  # a box a method, and a slider
+    assert shown.tags["input"] == 3 + 2  # a box a method; two sliders
     assert methods(shown.tables["s1-endpoints"]) == ["Baseline", "CAGrad", "GAR"]
 
 
@@ -185,22 +185,29 @@ def test_sorting_by_click(chromium, page, tmp_path):
 def test_slider_shows_earlier_states(chromium, page, tmp_path):
     """The keys of a range input are the browser's; what it shows is ours."""
     dom, _ = chromium(page.as_uri(), "--dump-dom")
-    assert dom.count('type="range"') == 1
-    assert "update 2000 of 2000" in dom
+    assert dom.count('type="range"') == 2
+    assert dom.count("update 2000 of 2000</output>") == 2
     move = """<script>
-      const slider = document.querySelector(".states input");
-      slider.value = "0";
-      slider.dispatchEvent(new Event("input"));
+      document.querySelectorAll(".states input").forEach((slider) => {
+        slider.value = "0";
+        slider.dispatchEvent(new Event("input"));
+      });
     </script></body>"""
     copy = tmp_path / "moved.html"
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", move), encoding="utf-8")
     dom, messages = chromium(copy.as_uri(), "--dump-dom")
     assert messages == []
-    assert 'aria-valuetext="update 500 of 2000"' in dom
-    group = re.search(r'<g[^>]*data-states="(\w+) [^"]*"[^>]*>(.*?)</g>', dom, re.DOTALL)
-    assert group is not None
-    fills = re.findall(r"fill: rgb\((\d+), (\d+), (\d+)\)", group[2])
-    assert "".join(f"{int(part):02x}" for fill in fills for part in fill) == group[1]
+    assert dom.count('aria-valuetext="update 500 of 2000"') == 2
+    for name in ("s1-heatmap-0", "s1-conflict-0"):
+        figure = re.search(rf'<figure id="{name}">.*?</figure>', dom, re.DOTALL)
+        assert figure is not None
+        group = re.search(r'<g[^>]*data-states="(\w+) [^"]*"[^>]*>(.*?)</g>', figure[0], re.DOTALL)
+        assert group is not None
+        fills = re.findall(r"fill: rgb\((\d+), (\d+), (\d+)\)", group[2])
+        assert "".join(f"{int(part):02x}" for fill in fills for part in fill) == group[1]
+    words = re.findall(r'data-words="([^|"]+)\|[^"]*"[^>]*><text[^>]*>([^<]*)<', dom)
+    assert len(words) > 5
+    assert all(first == shown for first, shown in words)
 
 
 def test_a_phone_scrolls_no_figure(chromium, page, tmp_path):

@@ -15,7 +15,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import to_hex
 
 from gar.report import figures
-from gar.report._experts import IDLE, NEVER, PREFERENCE, SHARE
+from gar.report._experts import COSINE, IDLE, NEVER, PREFERENCE, SHARE
 from gar.report._style import drawn, svg
 from gar.report.results import load
 from support.made_up_runs import TASKS, write_run
@@ -300,3 +300,31 @@ def test_states_of_cells_are_in_the_page_alone(runs):
     last = re.findall(r'<g[^>]*data-states="[^"]+"[^>]*>(.*?)</g>', page, re.DOTALL)[0]
     fills = re.findall(r"fill: #(\w{6})", last)
     assert "".join(fills) == kept[0].split()[-1]
+
+
+def test_conflict_keeps_the_cosines_over_training(runs):
+    figure: Any = figures.conflict(runs)
+    assert figure.updates == [500, 1000, 2000]
+    (run,) = [r for r in runs.runs if runs.label(r).variant == "Baseline" and r.result["seed"] == 1]
+    expert = int(re.findall(r"expert (\d)", titles(figure)[0])[0])
+    states = [sections["routing"] for _, sections in run.evaluations[:2]] + [run.result["routing"]]
+    pairs = [(i, j) for i in range(len(states[0]["load_by_task"])) for j in range(i)]
+    for number, state in enumerate(states):
+        gram = state["gradient_grams"][expert]
+        cosines = [gram[i][j] / math.sqrt(gram[i][i] * gram[j][j]) for i, j in pairs]
+        words = [figure.words[f"words:0:{i}:{j}"][number].replace("−", "-") for i, j in pairs]
+        assert [float(word) for word in words] == pytest.approx(cosines, abs=0.0051)
+        assert figure.states["cells:0"][number] == [to_hex(COSINE((cosine + 1) / 2)) for cosine in cosines]
+    page = drawn(figure, "c", "c").page()
+    assert 'data-updates="500 1000 2000"' in page
+    group = re.findall(r'<g[^>]*data-states="([^"]+)"[^>]*>(.*?)</g>', page, re.DOTALL)[0]
+    seen = [fill for fill in re.findall(r"fill: ([^;\"]+)", group[1]) if fill != "none"]
+    assert "".join(fill.removeprefix("#") for fill in seen) == group[0].split()[-1]
+
+
+def test_conflict_of_earlier_evaluations_without_gradients_has_no_slider(tmp_path):
+    path = write_run(tmp_path, "gar", 1, evaluations=(500,))
+    history = (path / "history.jsonl").read_text().replace('"gradient_grams"', '"other"')
+    (path / "history.jsonl").write_text(history)
+    figure: Any = figures.conflict(load(tmp_path))
+    assert (figure.updates, figure.states, figure.words) == ([], {}, {})

@@ -1,4 +1,4 @@
-"""The drawings of a page by two processes: they are most of a report's time."""
+"""The pictures of a page by two processes: they are most of a report's time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from gar.report._page import Picture
@@ -16,28 +16,49 @@ LEAST = 6
 
 
 def draw(pictures: Sequence[Picture], pdf: bool = False) -> None:
-    """Fill ``drawn``, and ``pdf`` where wanted, of all pictures.
+    """Fill ``reason``, ``drawn`` and ``svg``, and ``pdf`` where wanted, of all pictures."""
+    begin(pictures, pdf)()
 
-    Half of them are drawn by a fork, which has all figures and nothing to import. Only a process of one
-    thread on Linux forks: in a notebook, or where another thread may hold a lock, this process draws all.
+
+def begin(pictures: Sequence[Picture], pdf: bool = False) -> Callable[[], None]:
+    """As :func:`draw`; another process begins now, and the caller may do something else before it helps.
+
+    The other one is a fork, which has all numbers and nothing to import; each takes the next picture that
+    nobody has. Only a process of one thread on Linux forks: in a notebook, or where another thread may hold a
+    lock, what is returned does all.
     """
-    kinds = ("drawn", "pdf") if pdf else ("drawn",)
-    if len(pictures) >= LEAST and _forks():
-        context = multiprocessing.get_context("fork")
-        receiver, sender = context.Pipe(duplex=False)
-        half = pictures[1::2]
-        child = context.Process(target=_send, args=(sender, half, kinds), daemon=True)
-        child.start()
-        sender.close()
-        _fill(pictures[::2], kinds)
+    kinds = ("reason", "drawn", "svg", "pdf") if pdf else ("reason", "drawn", "svg")
+    if len(pictures) < LEAST or not _forks():
+        return lambda: _fill(pictures, kinds)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    taken = context.Value("i", 0)
+
+    def take() -> Iterator[int]:
+        """Numbers that no other process has."""
+        while True:
+            with taken.get_lock():
+                number, taken.value = taken.value, taken.value + 1
+            if number >= len(pictures):
+                return
+            yield number
+
+    child = context.Process(target=_send, args=(sender, pictures, kinds, take), daemon=True)
+    child.start()
+    sender.close()
+
+    def finish() -> None:
+        _fill((pictures[number] for number in take()), kinds)
         try:
-            drawn = receiver.recv()
+            found = receiver.recv()
         except EOFError:  # the fork ended early, of memory or a fault: drawn here, where a fault is seen
-            drawn = []
+            found = {}
         child.join()
-        for picture, found in zip(half, drawn, strict=False):
-            vars(picture).update(found)  # where a cached property keeps its value
-    _fill(pictures, kinds)
+        for number, contents in found.items():
+            vars(pictures[number]).update(contents)  # where a cached property keeps its value
+        _fill(pictures, kinds)
+
+    return finish
 
 
 def _forks() -> bool:
@@ -45,13 +66,18 @@ def _forks() -> bool:
     return sys.platform == "linux" and alone and len(os.sched_getaffinity(0)) > 1
 
 
-def _fill(pictures: Sequence[Picture], kinds: Sequence[str]) -> None:
+def _fill(pictures: Iterable[Picture], kinds: Sequence[str]) -> None:
     for picture in pictures:
         for kind in kinds:
             getattr(picture, kind)
 
 
-def _send(sender: Connection, pictures: Sequence[Picture], kinds: Sequence[str]) -> None:
-    _fill(pictures, kinds)
-    sender.send([{kind: getattr(picture, kind) for kind in kinds} for picture in pictures])
+def _send(
+    sender: Connection, pictures: Sequence[Picture], kinds: Sequence[str], take: Callable[[], Iterator[int]]
+) -> None:
+    found = {}
+    for number in take():
+        _fill([pictures[number]], kinds)
+        found[number] = {kind: getattr(pictures[number], kind) for kind in kinds}
+    sender.send(found)
     sender.close()

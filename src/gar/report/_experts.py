@@ -23,7 +23,7 @@ from gar.metrics import expert_cosines, gradient_mass_shares, task_preference
 from gar.metrics.load import DEAD_SHARE
 from gar.report import _grouping as grouping
 from gar.report._choose import NothingToDraw, looks, mixture_of, runs_with
-from gar.report._style import INK, Panels, dress, plain, title
+from gar.report._style import INK, Drawing, Panels, dress, plain, title
 from gar.report.results import Results
 from gar.runs.reading import Run
 
@@ -63,8 +63,7 @@ def loads(results: Results, setting: str | None = None, mixture: str | None = No
         seeds, experts = found.shape
         ranks, uniform = np.arange(1, experts + 1), 1 / experts
         axes.bar(ranks, found.mean(0), color=look[variant]["color"], alpha=0.55, width=0.75)
-        for load in found:
-            axes.plot(ranks, load, linestyle="none", marker=".", markersize=4, color=INK)
+        axes.plot(np.tile(ranks, seeds), found.ravel(), linestyle="none", marker=".", markersize=4, color=INK)
         axes.axhline(uniform, color=INK, linestyle="--", linewidth=1)
         axes.text(0.99, uniform, "uniform", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
                   fontsize=7, color=INK)  # fmt: skip
@@ -97,22 +96,7 @@ def task_expert_heatmap(
     models = _models(results, setting, mixture, seed, wanted, "load_by_task")
     if not models:
         raise NothingToDraw("the results hold no loads by task")
-    courses = [{u: found["routing"] for u, found in run.evaluations} for run in models.values()]
-    common = sorted(set.intersection(*map(set, courses)))
-    if {max(course) for course in courses} != set(common[-1:]):
-        common = []  # of unlike length: no update says where both are
-    kept = [
-        update
-        for update in common
-        if all(_complete(course[update], run) for course, run in zip(courses, models.values(), strict=True))
-    ]
-    places = np.linspace(0, len(kept) - 1, min(STATES, len(kept))).round().astype(int)
-    kept = [kept[place] for place in places]
-    named = {
-        name: [*(course[update] for update in kept[:-1]), run.result["routing"]]
-        for (name, run), course in zip(models.items(), courses, strict=True)
-    }
-    return _specialisation(named, kept)
+    return _specialisation(*_courses(models, "load_by_task", "gradient_norms"))
 
 
 def load_heatmap(diagnosis: Mapping[str, Any]) -> Figure:
@@ -141,13 +125,40 @@ def _models(
     return chosen
 
 
-def _complete(routing: Routing, run: Run) -> bool:
-    """Whether an evaluation has the tables of the run's result, for the same tasks."""
+def _courses(models: Mapping[str, Run], *keys: str) -> tuple[dict[str, list[Routing]], list[int]]:
+    """The routing of each model over training, the final one last, and the updates that all of them have.
+
+    Only evaluations that have these tables of ``routing`` as the result has them; no updates where the runs
+    are of unlike length, since none says where both are.
+    """
+    courses = [{u: found["routing"] for u, found in run.evaluations} for run in models.values()]
+    common = sorted(set.intersection(*map(set, courses)))
+    if {max(course) for course in courses} != set(common[-1:]):
+        common = []
+    kept = [
+        update
+        for update in common
+        if all(
+            _complete(course[update], run, keys) for course, run in zip(courses, models.values(), strict=True)
+        )
+    ]
+    places = np.linspace(0, len(kept) - 1, min(STATES, len(kept))).round().astype(int)
+    kept = [kept[place] for place in places]
+    return {
+        name: [*(course[update] for update in kept[:-1]), run.result["routing"]]
+        for (name, run), course in zip(models.items(), courses, strict=True)
+    }, kept
+
+
+def _complete(routing: Routing, run: Run, keys: Sequence[str]) -> bool:
+    """Whether an evaluation has the tables of the run's result, for the same tasks and experts."""
     final = run.result["routing"]
-    return all(
-        list(routing.get(key) or ()) == list(final.get(key) or ())
-        for key in ("load_by_task", "gradient_norms")
-    ) and len(routing.get("load") or ()) == len(final["load"])
+    same = [key for key in keys if isinstance(final.get(key), Mapping)]
+    return (
+        all(list(routing.get(key) or ()) == list(final[key]) for key in same)
+        and all(len(routing.get(key) or ()) == len(final.get(key) or ()) for key in keys)
+        and len(routing.get("load") or ()) == len(final["load"])
+    )
 
 
 def _specialisation(named: Mapping[str, Sequence[Routing]], updates: Sequence[int] = ()) -> Figure:
@@ -280,22 +291,25 @@ def conflict(
 
     Of every variant the ``experts`` with the lowest cosine, the lowest first; experts without load, and those
     that receive the gradient of one task alone, have no conflict and are left out. ``variants`` and the seed
-    are chosen as in :func:`task_expert_heatmap`.
+    are chosen as in :func:`task_expert_heatmap`, and in the report's page a slider leads over the evaluations
+    of the same experts; titles are of the last one.
     """
     setting, mixture = mixture_of(results, setting, mixture)
     wanted = results.compared(setting) if variants is None else list(variants)
     models = _models(results, setting, mixture, seed, wanted, "gradient_grams")
     if not models:
         raise NothingToDraw("the results hold no inner products of gradients (versions before 0.2)")
-    return _conflicts({name: run.result["routing"] for name, run in models.items()}, experts)
+    return _conflicts(*_courses(models, "load_by_task", "gradient_grams"), experts=experts)
 
 
 def conflict_matrices(diagnosis: Mapping[str, Any], experts: int = EXPERTS) -> Figure:
     """:func:`conflict` of what :func:`gar.diagnose` returns, or of a result.json."""
-    return _conflicts({"": diagnosis["routing"]}, experts)
+    return _conflicts({"": [diagnosis["routing"]]}, [], experts)
 
 
-def _conflicts(named: Mapping[str, Routing], experts: int) -> Figure:
+def _conflicts(courses: Mapping[str, Sequence[Routing]], updates: Sequence[int], experts: int) -> Figure:
+    """The experts are those of the last state, which is drawn; the others are kept."""
+    named = {name: states[-1] for name, states in courses.items()}
     found = {name: conflicts(routing)[:experts] for name, routing in named.items()}
     ranks = list(zip_longest(*([(name, at) for at in found[name]] for name in named)))
     if not ranks:
@@ -305,34 +319,48 @@ def _conflicts(named: Mapping[str, Routing], experts: int) -> Figure:
     names = max(len(name) for found in words for name in found)
     shown = [entry for rank in ranks for entry in rank]
     panels = Panels(len(shown), 4, 2.75, 0.9 + 0.075 * names + 0.22 * max(tasks - 1, 3))
-    for axes, entry in zip(panels.axes, shown, strict=True):
+    for number, (axes, entry) in enumerate(zip(panels.axes, shown, strict=True)):
         if entry is None:  # this one has fewer such experts
             axes.set_axis_off()
         else:
-            _matrix(axes, named[entry[0]], *entry)
+            _matrix(axes, courses[entry[0]], *entry, figure=panels.figure, number=number)
+    panels.figure.updates = list(updates) if panels.figure.states else []
     return panels.figure
 
 
-def _matrix(axes: Axes, routing: Routing, name: str, lowest: Conflict) -> None:
+def _matrix(
+    axes: Axes, states: Sequence[Routing], name: str, lowest: Conflict, *, figure: Drawing, number: int
+) -> None:
     """The cosines below the diagonal; tasks without a gradient here are grey."""
+    routing = states[-1]
     tasks = list(routing["load_by_task"])
-    cosines = expert_cosines(gram=[routing["gradient_grams"][lowest.expert]])[0]
-    present = np.diagonal(cosines) > 0
+    cosines = expert_cosines(gram=[state["gradient_grams"][lowest.expert] for state in states])
+    present = np.diagonal(cosines, axis1=1, axis2=2) > 0
+    both = present[:, :, None] & present[:, None, :]
     told = np.tri(len(tasks), k=-1, dtype=bool)
     colors = COSINE((cosines + 1) / 2)
-    colors[~np.outer(present, present)] = matplotlib.colors.to_rgba(IDLE)
-    colors[~told] = 0
-    axes.pcolormesh(colors[1:, :-1], edgecolors="none")
+    colors[~both] = matplotlib.colors.to_rgba(IDLE)
+    colors[:, ~told] = 0
+    cells = axes.pcolormesh(colors[-1, 1:, :-1], edgecolors="none")
+    keep = len(states) > 1 and len(tasks) <= NUMBERED
+    if keep:
+        cells.set_gid(f"cells:{number}")
+        figure.states[f"cells:{number}"] = [_hex(state[told]) for state in colors]
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    for i, j in zip(*np.nonzero(told & np.outer(present, present)), strict=True):
+    for i, j in zip(*np.nonzero(told & both[-1]), strict=True):
         if len(tasks) > NUMBERED:
             break
-        value = cosines[i, j]
-        text = signed(value).replace("0.", ".") if abs(value) < 0.995 else signed(value)[:2]
-        at = axes.text(j + 0.5, i - 0.5, text, ha="center", va="center", fontsize=7,
-                       color="white" if abs(value) > 0.7 else "black")  # fmt: skip
+        texts = [
+            _cosine(value) if shown else ""
+            for value, shown in zip(cosines[:, i, j], both[:, i, j], strict=True)
+        ]
+        at = axes.text(j + 0.5, i - 0.5, texts[-1], ha="center", va="center", fontsize=7,
+                       color="white" if abs(cosines[-1, i, j]) > 0.7 else "black")  # fmt: skip
         at.set_in_layout(False)
+        if keep:
+            at.set_gid(f"words:{number}:{i}:{j}")
+            figure.words[f"words:{number}:{i}:{j}"] = texts
     labels = list(map(plain, shortened(tasks, 14)))
     axes.set_xticks(np.arange(len(tasks) - 1) + 0.5, labels[:-1], rotation=90)
     axes.set_yticks(np.arange(len(tasks) - 1) + 0.5, labels[1:])
@@ -344,6 +372,15 @@ def _matrix(axes: Axes, routing: Routing, name: str, lowest: Conflict) -> None:
         f"{lowest.first} against {lowest.second} {signed(lowest.cosine)}",
     ]
     title(axes, [name, *lines] if name else lines, "")
+
+
+def _cosine(value: float) -> str:
+    """Short enough for a cell.
+
+    >>> _cosine(-0.401), _cosine(1.0)
+    ('−.40', '+1')
+    """
+    return signed(value).replace("0.", ".") if abs(value) < 0.995 else signed(value)[:2]
 
 
 def heatmaps(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -52,6 +52,8 @@ class Numbers:
         self._names = grouping.name_runs(run for run in self.runs if run.config)
         self._by_seed: dict[tuple[str, Scope], dict[str, pd.DataFrame]] = {}
         self._columns: dict[tuple[str, str, Scope, str], dict[int, float]] = {}
+        #: By run the keys in which it differs from its preset, once they were asked for.
+        self.deviations: dict[Run, Sequence[str]] = {}
 
     @property
     def summary(self) -> str:

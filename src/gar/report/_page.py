@@ -25,21 +25,41 @@ from gar.report.results import Results
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, or the reason why there is none; ``name`` is its id."""
+    """A figure, or what makes one when it is wanted, or none because of ``why``; ``name`` is its id."""
 
     name: str
     caption: str
-    figure: Figure | None
-    reason: str = ""
+    source: Figure | Callable[[], Figure] | None
+    why: str = ""
     folded: bool = False
     absent: tuple[str, ...] = ("tex",)
+
+    @cached_property
+    def _made(self) -> Figure | str:
+        """The figure, or the reason why there is none."""
+        if not callable(self.source):
+            return self.source or self.why or "nothing to draw"
+        try:
+            return self.source()
+        except figures.NothingToDraw as reason:
+            return str(reason)
+
+    @property
+    def figure(self) -> Figure | None:
+        """The figure; it is made at the first time."""
+        return None if isinstance(self._made, str) else self._made
+
+    @cached_property
+    def reason(self) -> str:
+        """Why there is no figure; empty where there is one."""
+        return self._made if isinstance(self._made, str) else ""
 
     @cached_property
     def drawn(self) -> Sheet | None:
         """The drawing; none where there is no figure."""
         return style.drawn(self.figure, self.name, self.caption) if self.figure else None
 
-    @property
+    @cached_property
     def svg(self) -> str:
         """The drawing in ink on white, for a file; empty where there is none."""
         return self.drawn.whole() if self.drawn else ""
@@ -56,6 +76,10 @@ class Said:
 
     lines: Sequence[str]
     absent: tuple[str, ...] = ("tex",)
+
+
+Contents = Mapping[tuple[str, str], Sequence["Table | Picture | Said"]]
+"""What blocks hold, by ``(key, heading)``."""
 
 
 @dataclass(frozen=True)
@@ -105,21 +129,38 @@ class Page:
     def pictures(self) -> list[Picture]:
         """All that are drawn."""
         items = (item for section in self.sections for block in section.blocks for item in block.items)
-        return [item for item in items if isinstance(item, Picture) and item.figure is not None]
+        return [item for item in items if isinstance(item, Picture) and not item.reason]
 
 
-def build_page(results: Results, common_seeds: bool = False) -> Page:
-    """Everything that the report shows."""
+def build_page(
+    results: Results,
+    common_seeds: bool = False,
+    begin: Callable[[Sequence[Picture]], Callable[[], None]] = lambda pictures: lambda: None,
+) -> Page:
+    """Everything that the report shows.
+
+    ``begin`` may begin to make the pictures, and returns what ends it; without it each is made when wanted.
+    """
+    pictures = {
+        setting: _pictures(results, setting, f"s{number}", common_seeds)
+        for number, setting in enumerate(results.settings, 1)
+    }
+    end = begin([picture for found in pictures.values() for picture in found.values()])
     endpoints = results.endpoints(common_seeds)
     compared = {name: results.comparisons(name, common_seeds) for name in listed()}
+    contents = {
+        setting: _contents(results, setting, endpoints, compared, found)
+        for setting, found in pictures.items()
+    }
+    end()
     sections = [
         Section(
             f"s{number}",
             setting,
-            _blocks(results, setting, f"s{number}", endpoints, compared, common_seeds),
+            arranged(f"s{number}", blocks),
             {style.slug(variant): variant for variant in results.variants(setting)},
         )
-        for number, setting in enumerate(results.settings, 1)
+        for number, (setting, blocks) in enumerate(contents.items(), 1)
     ]
     sections += _planted(results)
     collapses = []
@@ -146,33 +187,43 @@ def _planted(results: Results) -> list[Section]:
     return [Section("planted", "Known groups of tasks", blocks, variants)] if blocks else []
 
 
-def _blocks(
-    results: Results,
-    setting: str,
-    ident: str,
-    endpoints: pd.DataFrame,
-    compared: Mapping[str, pd.DataFrame],
-    common_seeds: bool,
-) -> list[Block]:
-    """The blocks of one setting; a table without rows is left out."""
-    accuracy, *routing = listed().values()
+def _pictures(results: Results, setting: str, ident: str, common_seeds: bool) -> dict[str, Picture]:
+    """The pictures of one setting by their short names."""
     widest = results.scopes(setting)[-1].label
-    published = [metric for metric in routing if metric.paper]
 
     def picture(name: str, *which: str, folded: bool = False) -> Picture:
         kind = name.split("-")[0]
         draw, said = PICTURES[kind]
         seeds = {"common_seeds": common_seeds} if kind == "gains" else {}
-        caption = ": ".join([*which, said])
-        try:
-            figure = draw(results, setting, *which, **seeds)
-        except figures.NothingToDraw as reason:
-            return Picture(f"{ident}-{name}", caption, None, str(reason))
-        mark(figure, results.variants(setting))
-        return Picture(f"{ident}-{name}", caption, figure, folded=folded)
 
+        def make() -> Figure:
+            figure = draw(results, setting, *which, **seeds)
+            mark(figure, results.variants(setting))
+            return figure
+
+        return Picture(f"{ident}-{name}", ": ".join([*which, said]), make, folded=folded)
+
+    found = {name: picture(name, widest) for name in ("balance", "trajectories", "sweep")}
+    found |= {name: picture(name) for name in ("gains", "steps")}
+    for number, mixture in enumerate(results.mixtures(setting)):
+        for name in (f"loads-{number}", f"heatmap-{number}", f"conflict-{number}"):
+            found[name] = picture(name, mixture, folded=number > 0)
+    return found
+
+
+def _contents(
+    results: Results,
+    setting: str,
+    endpoints: pd.DataFrame,
+    compared: Mapping[str, pd.DataFrame],
+    pictures: Mapping[str, Picture],
+) -> Contents:
+    """What the blocks of one setting hold."""
+    accuracy, *routing = listed().values()
+    published = [metric for metric in routing if metric.paper]
+    mixtures = range(len(results.mixtures(setting)))
     words, summary = opening(results, setting, endpoints, compared["accuracy"])
-    blocks: dict[tuple[str, str], list[Table | Picture | Said]] = {
+    return {
         ("opening", "In short"): [Said(words), summary],
         ("endpoints", "Endpoints"): [
             *paper_tables(results, setting, endpoints, compared),
@@ -184,43 +235,35 @@ def _blocks(
             paper.endpoints(results, setting, published, "paper-further", "routing metrics", folded=True),
             *tables.task_accuracies(results, setting),
         ],
-        ("balance", "Balanced is not specialised"): [picture("balance", widest)],
+        ("balance", "Balanced is not specialised"): [pictures["balance"]],
         ("gains", "Paired gains"): [
-            picture("gains"),
+            pictures["gains"],
             *(tables.paired(setting, frame, METRICS[name]) for name, frame in compared.items()),
         ],
-        ("trajectories", "Trajectories"): [picture("trajectories", widest)],
+        ("trajectories", "Trajectories"): [pictures["trajectories"]],
         ("loads", "Expert loads"): [
-            *(
-                picture(f"{kind}-{number}", mixture, folded=number > 0)
-                for number, mixture in enumerate(results.mixtures(setting))
-                for kind in ("loads", "heatmap")
-            ),
+            *(pictures[f"{kind}-{number}"] for number in mixtures for kind in ("loads", "heatmap")),
             *tables.seen(results, setting),
         ],
-        ("conflict", "Conflict between tasks"): [
-            picture(f"conflict-{number}", mixture, folded=number > 0)
-            for number, mixture in enumerate(results.mixtures(setting))
-        ],
-        ("sweep", "Coefficient sweep"): [picture("sweep", widest)],
-        ("times", "Time per update"): [picture("steps"), tables.times(results, setting)],
+        ("conflict", "Conflict between tasks"): [pictures[f"conflict-{number}"] for number in mixtures],
+        ("sweep", "Coefficient sweep"): [pictures["sweep"]],
+        ("times", "Time per update"): [pictures["steps"], tables.times(results, setting)],
         ("configuration", "Configuration and versions"): [
             tables.configurations(results, setting),
             *tables.records(results, setting),
         ],
     }
-    return arranged(ident, blocks)
 
 
-def arranged(prefix: str, blocks: Mapping[tuple[str, str], Sequence[Table | Picture | Said]]) -> list[Block]:
-    """Blocks by ``(key, heading)``, without those that hold nothing; why is said in one block at the end."""
+def arranged(prefix: str, blocks: Contents) -> list[Block]:
+    """The blocks, without those that hold nothing; why is said in one block at the end."""
     found, absent = [], []
     for (key, heading), items in blocks.items():
         shown = [item for item in items if isinstance(item, Picture) or _full(item)]
         for table in shown:
             if isinstance(table, Table):
                 table.name = f"{prefix}-{table.name}"
-        pictures = [item for item in shown if isinstance(item, Picture) and item.figure is None]
+        pictures = [item for item in shown if isinstance(item, Picture) and item.reason]
         if len(pictures) < len(shown):
             found.append(Block(f"{prefix}-head-{key}", heading, shown))
         else:
@@ -264,8 +307,8 @@ PICTURES: Mapping[str, tuple[Callable[..., Figure], str]] = {
         figures.conflict,
         "cosines between the tasks' gradients within one expert, of one seed; red: the tasks pull the expert "
         "apart, blue: they agree. The methods of the heatmap side by side, and of each the four experts with "
-        "the lowest cosine, the lowest first; experts without load, or with one task's gradient alone, are "
-        "left out.",
+        "the lowest cosine at the last update, the lowest first; experts without load, or with one task's "
+        "gradient alone, are left out.",
     ),
     "balance": (
         figures.balance,

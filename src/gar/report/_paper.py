@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import pandas as pd
@@ -109,13 +109,13 @@ def _verdict(printed: float, low: float, high: float) -> str:
 def _presets(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Preset]:
     """The paper preset behind each of the scope's mixtures, if all runs have one, of one setting."""
     found = []
-    if any(map(_other_model, _runs(results, setting, scope, variant))):
-        return []
     for mixture in scope.mixtures:
         names = {str(run.config.get("preset")) for run in results.cell(setting, mixture, variant).values()}
         if len(names) != 1 or not (name := names.pop()).startswith("paper/") or not presets.is_preset(name):
             return []
         found.append(presets.find(name))
+    if any(_other_model(results, run) for run in _runs(results, setting, scope, variant)):
+        return []
     return found if len({(preset.setting, preset.method) for preset in found}) == 1 else []
 
 
@@ -147,15 +147,19 @@ def _runs(results: Numbers, setting: str, scope: Scope, variant: str) -> list[Ru
 
 def _changed(results: Numbers, setting: str, scope: Scope, variant: str) -> str:
     """What a cell says first where runs are no reproduction."""
-    changed = any(_differing(run) for run in _runs(results, setting, scope, variant))
+    changed = any(_differing(results, run) for run in _runs(results, setting, scope, variant))
     return "changed preset; " if changed else ""
 
 
-def _differing(run: Run) -> list[str]:
-    """The keys of the result in which a run of a paper preset differs from it; a moved backbone is none.
+def _differing(results: Numbers, run: Run) -> Sequence[str]:
+    """The keys of the result in which a run of a paper preset differs from it; a moved backbone is none."""
+    if run not in results.deviations:
+        results.deviations[run] = _deviating(run)
+    return results.deviations[run]
 
-    A backbone in a directory is the published one where the directory is named like it.
-    """
+
+def _deviating(run: Run) -> list[str]:
+    """A backbone in a directory is the published one where the directory is named like it."""
     try:
         config = configuration.build(run.config)
         keys = presets.deviations(config)
@@ -168,19 +172,19 @@ def _differing(run: Run) -> list[str]:
     return keys
 
 
-def _other_model(run: Run) -> bool:
+def _other_model(results: Numbers, run: Run) -> bool:
     """Whether a run of a paper preset is of another model or other tasks: its values are something else."""
-    return any(key in MODEL or key.startswith("experts.") for key in _differing(run))
+    return any(key in MODEL or key.startswith("experts.") for key in _differing(results, run))
 
 
 def refused(results: Numbers, setting: str) -> list[str]:
     """The runs of paper presets that are not set beside the paper's values, and why, in a sentence each."""
     found: Counter[str] = Counter()
     for run in results.members(setting):
-        if run.result and grouping.paper_setting(run) and _other_model(run):
+        if run.result and grouping.paper_setting(run) and _other_model(results, run):
             name = str((run.config.get("backbone") or {}).get("name"))
-            keys = [key for key in _differing(run) if key != "backbone.name"]
-            what = [f"backbone {name}"] * ("backbone.name" in _differing(run)) + keys
+            keys = [key for key in _differing(results, run) if key != "backbone.name"]
+            what = [f"backbone {name}"] * ("backbone.name" in _differing(results, run)) + keys
             found[", ".join(what)] += 1
     return [
         f"Not set beside the paper: {counted(count)} of its presets with other models or tasks ({what})."
@@ -193,7 +197,7 @@ def _deviations(results: Numbers, setting: str) -> list[str]:
     changed: Counter[str] = Counter()
     for run in results.members(setting):
         if run.result and grouping.paper_setting(run):
-            changed[", ".join(_differing(run))] += 1
+            changed[", ".join(_differing(results, run))] += 1
     return [
         f"Not a reproduction: {counted(count)} differ{'s' if count == 1 else ''} from "
         f"{'its' if count == 1 else 'their'} preset in {keys}."

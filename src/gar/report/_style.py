@@ -47,15 +47,16 @@ class Drawing(Figure):
     """A matplotlib figure without pyplot that notebooks show by themselves.
 
     ``states`` has, by the gid of a heatmap's cells, their colours at each of ``updates``; the last one is
-    drawn, and a page leads over them with a slider.
+    drawn, and a page leads over them with a slider. ``words`` has what a text says at each, by its gid.
     """
 
     updates: list[int]
     states: dict[str, list[list[str]]]
+    words: dict[str, list[str]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.updates, self.states = [], {}
+        self.updates, self.states, self.words = [], {}, {}
 
     def _repr_svg_(self) -> str:
         return svg(self, "figure", "figure")

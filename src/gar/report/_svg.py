@@ -86,12 +86,17 @@ def sheet(figure: Figure, text: str, ident: str, label: str) -> Sheet:
 
     All ids start with ``ident``; only those that something refers to are kept. Artists with the gid
     ``series:<slugs>:…`` become groups with ``data-variant="<slugs>"``, and cells whose states the figure
-    keeps get them as ``data-states``, six hexadecimal digits a cell.
+    keeps get them as ``data-states``, six hexadecimal digits a cell, and its words as ``data-words``.
     """
     root = ElementTree.fromstring(text)
     drawing, *loose = [child for child in root if _tag(child) == "g"]
     shared = [child for child in root if _tag(child) == "defs" and child.find("{*}style") is None]
-    states: Mapping[str, list[list[str]]] = getattr(figure, "states", {})
+    cells: Mapping[str, list[list[str]]] = getattr(figure, "states", {})
+    words: Mapping[str, list[str]] = getattr(figure, "words", {})
+    states = {
+        name: {"data-states": " ".join("".join(color[1:] for color in state) for state in every)}
+        for name, every in cells.items()
+    } | {name: {"data-words": "|".join(every)} for name, every in words.items()}
     kept = set(_REFERENCE.findall(text))
     width, height = figure.get_figwidth() * 72, figure.get_figheight() * 72
 
@@ -157,7 +162,7 @@ def _above(axes: Axes) -> float:
     return 8 + 11.5 * (text.count("\n") + 1) if text else 8
 
 
-def _written(element: Element, ident: str, kept: set[str], states: Mapping[str, list[list[str]]]) -> str:
+def _written(element: Element, ident: str, kept: set[str], states: Mapping[str, Mapping[str, str]]) -> str:
     """The element as text without what nobody sees; empty if nothing is left of it."""
     kind, attributes = _tag(element), dict(element.attrib)
     name = attributes.pop("id", "")
@@ -168,7 +173,7 @@ def _written(element: Element, ident: str, kept: set[str], states: Mapping[str, 
     if name.startswith("series:"):
         attributes |= {"class": "series", "data-variant": name.split(":")[1]}
     if name in states:
-        attributes["data-states"] = " ".join("".join(color[1:] for color in state) for state in states[name])
+        attributes |= states[name]
     if kind == "g":
         _hoist(element, attributes)
     inside = escape(element.text or "") if kind in ("text", "tspan") else ""

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pandas as pd
 
 from gar.errors import UserError
 from gar.report import figures
-from gar.report._draw import draw
+from gar.report._draw import begin, draw
 from gar.report._html import html
 from gar.report._latex import PREAMBLE, latex
 from gar.report._page import Page, Picture, Said, build_page
@@ -38,8 +39,8 @@ def write(
     """
     out = Path(out_dir)
     with _uncollected():
-        page = build_page(results, common_seeds)
-        draw(page.pictures, pdf)
+        page = build_page(results, common_seeds, partial(begin, pdf=pdf))
+        draw(page.pictures, pdf)  # what is left
     contents = {
         "report.html": html(page),
         "report.md": markdown_page(page),
@@ -130,7 +131,7 @@ def _markdown(item: Table | Picture | Said) -> str:
 
 def _picture(picture: Picture) -> str:
     caption = escape_markdown(picture.caption)
-    if picture.figure is None:
+    if picture.reason:
         return f"Not drawn: {escape_markdown(picture.reason)}.\n"
     return f"![{caption}](figures/{picture.name}.svg)\n\n*{caption}*\n"
 

@@ -1,0 +1,73 @@
+"""The stored evidence in a paragraph, for pages that have no room for more."""
+
+from __future__ import annotations
+
+import math
+
+from gar.methods import PROPOSED, REFERENCE
+from gar.report.evidence import APART, Cell, Difference, Evidence
+from gar.report.verdict import listing, number, signed
+
+#: Differences of each kind that are named, the largest.
+NAMED = 3
+
+
+def summary(evidence: Evidence) -> str:
+    """What the stored runs say of GAR and Baseline, in plain Markdown of one line."""
+    kinds = _kinds(evidence)
+    total = sum(map(len, kinds.values()))
+    stored, planned = _models(evidence)
+    missing = [model for model in planned if model not in stored]
+    absent = f" Not run yet: {listing(missing)}." if missing else ""
+    if not total:
+        return f"No run of GAR beside Baseline is stored yet.{absent}"
+
+    def told(kind: str) -> str:
+        found = sorted(kinds[kind], key=lambda entry: -abs(entry[1].mean))
+        named = [f"{', '.join(cell)}: {_differs(difference)}" for cell, difference in found[:NAMED]]
+        named += [f"{number(len(found) - NAMED)} more"] * (len(found) > NAMED)
+        return f"{number(len(found))} ({'; '.join(named)})" if named else "none"
+
+    where = "setting and mixture" if total == 1 else "settings and mixtures"
+    open_, unknown = len(kinds["not told apart"]), len(kinds["not compared"])
+    said = (
+        f"In {number(total)} {where}, on {listing(stored)}, GAR is better than Baseline in {told('better')}, "
+        f"worse in {told('worse')}, and not told apart from it in {number(open_) if open_ else 'none'}."
+    )
+    if unknown:
+        said += f" Too few seeds to compare in {number(unknown)}."
+    return f"{said} Intervals are 95 %, over seeds, nominal.{absent}"
+
+
+def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Difference]]]:
+    """GAR against Baseline in every cell that has both, by what their interval says."""
+    kinds: dict[str, list[tuple[Cell, Difference]]] = {
+        "better": [], "worse": [], "not told apart": [], "not compared": []
+    }  # fmt: skip
+    for cell in evidence.cells(name for name in evidence.suites if name not in APART):
+        if {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
+            found = evidence.difference("accuracy", cell, PROPOSED, REFERENCE)
+            kind = "better" if found.better else "worse" if found.worse else "not told apart"
+            kinds["not compared" if math.isnan(found.low) else kind].append((cell, found))
+    return kinds
+
+
+def _differs(found: Difference) -> str:
+    low, high = signed(100 * found.low), signed(100 * found.high)
+    return f"{signed(100 * found.mean)} points, {low} to {high}, {number(found.seeds)} seeds"
+
+
+def _models(evidence: Evidence) -> tuple[list[str], list[str]]:
+    """Backbones with a stored run of the compared suites, and those with a planned one: ``frozen minilm``."""
+    stored, planned = dict[str, None](), dict[str, None]()
+    for name, suite in evidence.suites.items():
+        if name in APART:
+            continue
+        for run in suite.runs():
+            backbone = run.tree().get("backbone") or {}
+            place = str(backbone.get("name", "minilm")).rstrip("/").rsplit("/", 1)[-1]
+            model = f"{'trained' if backbone.get('trainable') else 'frozen'} {place}"
+            planned[model] = None
+            if run.id in evidence.stored:
+                stored[model] = None
+    return list(stored), list(planned)
