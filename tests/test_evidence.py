@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -104,9 +105,12 @@ def write(path: Path, lines: list[Line], columns: Iterable[str]) -> None:
 # ---------------------------------------------------------------------- the repository's page
 
 
+#: The command's function.
+make_page = runpy.run_path(str(SCRIPT))["main"]
+
+
 def test_the_page_is_what_the_stored_runs_give() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True)
 
 
 def test_the_stored_runs_are_under_a_megabyte() -> None:
@@ -115,42 +119,39 @@ def test_the_stored_runs_are_under_a_megabyte() -> None:
 
 def test_the_check_sees_a_changed_number_and_a_changed_word(tmp_path: Path) -> None:
     write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.02}), HEAD)
-    command = [sys.executable, str(SCRIPT), "--docs", str(tmp_path)]
-    assert subprocess.run([*command, "--check"], capture_output=True).returncode != 0  # no page yet
-    subprocess.run(command, check=True)
-    subprocess.run([*command, "--check"], check=True)
+    with pytest.raises(SystemExit):
+        make_page(check=True, docs=tmp_path)  # no page yet
+    make_page(docs=tmp_path)
+    make_page(check=True, docs=tmp_path)
     path = tmp_path / "results.md"
     written = path.read_text()
     path.write_text(written.replace("is better than", "is worse than"))
-    failed = subprocess.run([*command, "--check"], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert "run benchmarks/results.py" in failed.stderr
+    with pytest.raises(SystemExit, match="run benchmarks/results.py"):
+        make_page(check=True, docs=tmp_path)
     path.write_text(written)
     write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.01}), HEAD)
-    assert subprocess.run([*command, "--check"], capture_output=True).returncode == 1
+    with pytest.raises(SystemExit):
+        make_page(check=True, docs=tmp_path)
 
 
 def test_the_paragraph_of_other_pages_follows_the_stored_runs(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     write(docs / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.02}), HEAD)
-    command = [sys.executable, str(SCRIPT), "--docs", str(docs)]
     readme = tmp_path / "README.md"
     readme.write_text("before\n")
-    failed = subprocess.run(command, capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert "README.md: has no lines" in failed.stderr
+    with pytest.raises(SystemExit, match="README.md: has no lines"):
+        make_page(docs=docs)
     readme.write_text(
         "before\n\n<!-- results: written by benchmarks/results.py -->\nold\n<!-- end of results -->\nafter\n"
     )
-    subprocess.run(command, check=True)
+    make_page(docs=docs)
     written = readme.read_text()
     assert "\nold\n" not in written
     assert (written[:7], written[-6:]) == ("before\n", "after\n")
-    subprocess.run([*command, "--check"], check=True)
+    make_page(check=True, docs=docs)
     readme.write_text(written.replace("better", "worse"))
-    failed = subprocess.run([*command, "--check"], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert "README.md" in failed.stderr
+    with pytest.raises(SystemExit, match="README.md"):
+        make_page(check=True, docs=docs)
 
 
 def test_a_paragraph_of_the_results() -> None:

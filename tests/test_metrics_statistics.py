@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
-from gar.metrics import PairedDifference, paired_difference, pareto_front, population_std, seed_means
+from gar.metrics import PairedDifference, paired_difference, pareto_front, population_std, seed_means, t_test
 
 values = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
 
@@ -39,6 +39,12 @@ def test_intervals_are_those_of_scipy(seeds, confidence):
     result = paired_difference(a, b, confidence=confidence)
     assert result.mean == pytest.approx(np.mean(a - b), abs=1e-15)
     assert (result.low, result.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert t_test(a - b) == pytest.approx(ttest_rel(a, b).pvalue, rel=1e-9)
+
+
+def test_no_p_value_without_differences():
+    for found in ([], [0.1], [0.1, 0.1], [0.0, 0.0, 0.0]):
+        assert math.isnan(t_test(found))
 
 
 @given(

@@ -15,6 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -671,14 +672,20 @@ def _said(field: FieldInfo) -> Kind | None:
     return next((item for item in field.metadata if isinstance(item, Kind)), None)
 
 
+@cache
+def _keys(model: type[BaseModel]) -> dict[str, tuple[Kind | None, type[BaseModel] | None]]:
+    """What each key of a section says of its kind, and the section below it."""
+    return {key: (_said(field), _section(field.annotation)) for key, field in model.model_fields.items()}
+
+
 def _of_kind(
     tree: Mapping[str, Any], model: type[BaseModel] | None, kind: Kind = Kind.RESULT
 ) -> dict[str, Any]:
     kept: dict[str, Any] = {}
+    known = {} if model is None else _keys(model)
     for key, value in tree.items():
-        field = model.model_fields.get(key) if model is not None else None
-        section = None if field is None else _section(field.annotation)
-        own = kind if field is None else _said(field) or kind
+        said, section = known.get(key, (None, None))
+        own = said or kind
         if own is not Kind.RESULT:
             below = _of_kind(value, section, own) if isinstance(value, Mapping) and section else {}
             if below:

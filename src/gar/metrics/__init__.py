@@ -52,6 +52,7 @@ from gar.metrics.statistics import (
     pareto_front,
     population_std,
     seed_means,
+    t_test,
 )
 
 __all__ = [
@@ -100,6 +101,7 @@ __all__ = [
     "structure_purity",
     "structure_purity_floor",
     "summarize",
+    "t_test",
     "task_conflict",
     "task_cosine",
     "task_cosines",

@@ -148,16 +148,17 @@ def _name_variants(
 ) -> dict[Run, str]:
     """Methods, with those hyper-parameters named that differ inside one setting and mixture."""
     cells: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    own = {run: hyperparameters(run) for run in runs}
     for run in runs:
         cells[settings[run], method_of(run), mixtures[run]].append(run)
     varied: dict[tuple[str, str], set[str]] = defaultdict(set)
     for (setting, method, _), members in cells.items():
-        varied[setting, method] |= _differing([hyperparameters(run) for run in _defining(members)])
+        varied[setting, method] |= _differing([own[run] for run in _defining(members)])
     named = {}
     for run in runs:
-        setting, method, values = settings[run], method_of(run), hyperparameters(run)
+        setting, method, values = settings[run], method_of(run), own[run]
         defining = _defining(cells[setting, method, mixtures[run]])
-        keys = varied[setting, method] | _differing([values, *map(hyperparameters, defining)])
+        keys = varied[setting, method] | _differing([values, *(own[other] for other in defining)])
         told = [f"{SYMBOLS.get(key, key)}={_short(values[key])}" for key in values if key in keys]
         named[run] = " ".join([label_of(method), *told])
     return named

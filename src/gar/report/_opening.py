@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
-from scipy.special import stdtr
 
 from gar.evaluation.findings import BALANCED, INFORMATION
-from gar.metrics import METRICS, holm
+from gar.metrics import METRICS, holm, t_test
 from gar.report._numbers import Numbers, Scope, mean_interval
 from gar.report._table import Cell, Row, Table, interval, shown
 from gar.report._tables import POINTS
@@ -81,9 +80,7 @@ def _chance(results: Numbers, setting: str, name: str, reference: str, found: Pa
     scope = results.scopes(setting)[-1]
     values = [results.values("accuracy", setting, scope, v) for v in (name, reference)]
     differences = (values[0] - values[1])[list(found.seeds)]
-    statistic = differences.mean() / differences.sem()
-    # scipy.stats takes longer to import than to read a hundred runs.
-    return float(2 * stdtr(len(differences) - 1, -abs(statistic)))
+    return t_test(differences)
 
 
 def _experts(results: Numbers, setting: str, scope: Scope) -> list[str]:

@@ -20,10 +20,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from scipy.stats import ttest_1samp
 
 from gar.methods import REFERENCE, REGISTRY, from_config, label_of
-from gar.metrics import METRICS, Metric, holm
+from gar.metrics import METRICS, Metric, holm, t_test
 from gar.report import _grouping as grouping
 from gar.report._numbers import mean_interval
 from gar.report._style import INK, Panels, slug, styles, title
@@ -277,8 +276,7 @@ def _chance(key: str, values: pd.DataFrame | None, base: pd.DataFrame | None) ->
     """The p-value of a paired t-test; none without a reference, or where nothing differs."""
     if values is None or base is None:
         return math.nan
-    differences = (values[key] - base[key]).dropna()
-    return float(ttest_1samp(differences, 0).pvalue) if differences.std() > 0 else math.nan
+    return t_test((values[key] - base[key]).dropna())
 
 
 def _ordered(cell: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
