@@ -126,7 +126,7 @@ def test_the_check_sees_a_changed_number_and_a_changed_word(tmp_path: Path) -> N
     path = tmp_path / "results.md"
     written = path.read_text()
     path.write_text(written.replace("is better than", "is worse than"))
-    with pytest.raises(SystemExit, match="run benchmarks/results.py"):
+    with pytest.raises(SystemExit, match="run benchmarks"):
         make_page(check=True, docs=tmp_path)
     path.write_text(written)
     write(tmp_path / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.01}), HEAD)
@@ -139,7 +139,7 @@ def test_the_paragraph_of_other_pages_follows_the_stored_runs(tmp_path: Path) ->
     write(docs / "results" / "a.csv", cell_lines({"baseline": 0.0, "gar": 0.02}), HEAD)
     readme = tmp_path / "README.md"
     readme.write_text("before\n")
-    with pytest.raises(SystemExit, match="README.md: has no lines"):
+    with pytest.raises(SystemExit, match="has no lines"):
         make_page(docs=docs)
     readme.write_text(
         "before\n\n<!-- results: written by benchmarks/results.py -->\nold\n<!-- end of results -->\nafter\n"
@@ -150,7 +150,7 @@ def test_the_paragraph_of_other_pages_follows_the_stored_runs(tmp_path: Path) ->
     assert (written[:7], written[-6:]) == ("before\n", "after\n")
     make_page(check=True, docs=docs)
     readme.write_text(written.replace("better", "worse"))
-    with pytest.raises(SystemExit, match="README.md"):
+    with pytest.raises(SystemExit, match="README"):
         make_page(check=True, docs=docs)
 
 
