@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -488,15 +488,25 @@ def _balance(evidence: Evidence) -> list[Part]:
     ]
 
 
+def _range(cosines: Sequence[float]) -> str:
+    """How much conflict there was to begin with."""
+    known = [value for value in cosines if not math.isnan(value)]
+    if not known:
+        return ""
+    low, middle, high = (METRICS["task_cosine"].text(f(known), True) for f in (min, median, max))
+    return f" Under Baseline the cosine between tasks is {low} to {high}, median {middle}."
+
+
 def _when(evidence: Evidence) -> list[Part]:
     asked = questions(evidence)
     if not asked:
         return ["Not run.\n"]
     own = gains(evidence, PROPOSED)
+    conflict = _range(own.predictors.get(("task_cosine", None), ()))
     seeds = " to ".join(map(str, sorted({min(own.seeds, default=0), max(own.seeds, default=0)})))
     parts: list[Part] = [
         ASKED,
-        f"{len(own.mixtures)} mixtures, {seeds} seeds.\n",
+        f"{len(own.mixtures)} mixtures, {seeds} seeds.{conflict}\n",
     ]
     adjusted = holm([question.answer.p for question in asked])
     rows = []
