@@ -49,7 +49,7 @@ def test_better_worse_and_neither(tmp_path: Path) -> None:
     said, table = opening(tmp_path)
     assert said[0].startswith("GAR is better than Baseline by 2.00 points (95 % interval 1.87 to 2.13")
     assert said[1].startswith("STGC is worse than Baseline by 1.88 points")
-    assert said[2] == "No difference from Baseline is shown for SwitchAux."
+    assert said[2] == "No difference in accuracy from Baseline is shown for SwitchAux."
     assert said[3] == "After Holm's correction for 3 comparisons GAR and STGC still differ from Baseline."
     assert said[4].startswith("Not compared: LoadPen, with other seeds than Baseline")
     assert {row.variants[0]: row.strong for row in table.rows} == {

@@ -548,6 +548,16 @@ def test_runs_end_to_end(world: Path, tmp_path: Path, unit: str) -> None:
     assert len(set(results.frame["setting"])) == 1
 
 
+def test_a_method_without_such_rows_keeps_its_name(world: Path, tmp_path: Path) -> None:
+    """What changes nothing in it makes no second Baseline of it."""
+    for number, unit in enumerate(("group", "example")):
+        config = make_config(
+            world, method={"name": "baseline"}, observation={"unit": unit}, seed=number, optimizer__updates=1
+        )
+        gar.training.train_from_config(config, tmp_path / unit)
+    assert set(gar.results(tmp_path).frame["variant"]) == {"Baseline"}
+
+
 # ---------------------------------------------------------------------- the configuration
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ def able() -> list[str]:
 
 def terms_of(names: Sequence[str], where: str) -> list[RouterTerm]:
     """The losses of ``names``, each ``NAME`` or ``NAME=COEFFICIENT``; those of coefficient 0 are left out."""
+    if isinstance(names, str):
+        raise UserError(f"{where} is {names!r}; expected a list, as [{names!r}]")
     found: dict[str, RouterTerm] = {}
     for text in names:
         name, given, value = text.partition("=")
@@ -38,10 +41,12 @@ def terms_of(names: Sequence[str], where: str) -> list[RouterTerm]:
         if name in found:
             raise UserError(f"{where} has {name} twice; expected distinct names")
         try:
-            section = {"name": name} | ({"coefficient": float(value)} if given else {})
+            own = {"coefficient": float(value)} if given else {}
         except ValueError:
             raise UserError(f"{where} has {text!r}; expected {name}=COEFFICIENT") from None
-        term = from_config(section)
+        if not all(0 <= number < math.inf for number in own.values()):
+            raise UserError(f"{where} has {text!r}; expected a finite coefficient of 0 or more")
+        term = from_config({"name": name, **own})
         assert isinstance(term, RouterTerm)
         found[name] = term
     return [term for term in found.values() if term.coefficient]

@@ -43,6 +43,9 @@ class UnitRows:
     def __len__(self) -> int:
         return len(self.places)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} {self.unit}s, slots {', '.join(self.factors)})"
+
     def gram(self, scale: Tensor | None = None, max_bytes: int = BLOCK_BYTES) -> Tensor:
         """Gram matrix [N, N] of ``row_i / scale_i``: exact, and [N, d] never exists.
 

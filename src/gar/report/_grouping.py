@@ -29,7 +29,7 @@ import pandas as pd
 
 from gar.config import flat, result_only
 from gar.data.registry import PLANTED, registry
-from gar.methods import WITH, label_of
+from gar.methods import JOIN, REGISTRY, WITH, label_of
 from gar.runs import Run, State
 
 VARIED = {
@@ -82,8 +82,15 @@ def hyperparameters(run: Run) -> dict[str, Any]:
     """The method's own keys and the learning rate, what a search varies; and rows that are no groups."""
     own = flat(run.config.get("method") or {})
     own = {key.removeprefix(f"{WITH}."): value for key, value in own.items() if key != "name"}
-    rows = flat({"observation": result_only(run.config).get("observation") or {}})
+    section = (result_only(run.config).get("observation") or {}) if _reads_rows(method_of(run)) else {}
+    rows = flat({"observation": section})
     return {**own, **rows, "learning_rate": (run.config.get("optimizer") or {}).get("learning_rate")}
+
+
+def _reads_rows(method: str) -> bool:
+    """Whether rows of examples or tokens change anything in it; of an unknown method that is not known."""
+    parts = [REGISTRY.get(name) for name in method.split(JOIN)]
+    return any(part is None or part.finer_observations for part in parts)
 
 
 def paper_setting(run: Run) -> str | None:

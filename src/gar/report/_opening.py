@@ -61,7 +61,7 @@ def _accuracy(pairs: Mapping[str, Paired], results: Numbers, setting: str) -> li
     neither = [name for name, v in spread.items() if v.kind in (Kind.OPEN, Kind.SAME)]
     few = [name for name, found in pairs.items() if len(found.seeds) < LEAST_SEEDS]
     if neither:
-        told.append(f"No difference from {references[0]} is shown for {listing(neither)}.")
+        told.append(f"No difference in accuracy from {references[0]} is shown for {listing(neither)}.")
     if few:
         told.append(f"Too few seeds to judge {listing(few)} by; {LEAST_SEEDS} in common are the least.")
     judged = [name for name, v in spread.items() if v.kind in (Kind.BETTER, Kind.WORSE, Kind.OPEN)]
