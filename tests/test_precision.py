@@ -18,7 +18,7 @@ from gar.features.sources import make_source, make_sources, prefix_facts
 from gar.model import multitask
 from gar.model.multitask import MultiTaskModel
 from gar.nn import RoutedFFN
-from gar.observation import observe
+from gar.observation import _site, _units, observe
 from gar.precision import computing_in, float32_products, full_precision, linear, matmul, precision_on
 from gar.routing import Router
 from gar.training import Updater, fit
@@ -192,15 +192,25 @@ def test_group_gradients_are_exact_whatever_is_allowed(
         seen.append(switches()["cpu"])
         return original(*args, **options)
 
+    def pairs(*args: Any) -> None:
+        seen.append(switches()["cpu"])
+        add_pairs(*args)
+
+    add_pairs = _units.add_pairs
     monkeypatch.setattr(torch, "bmm", bmm)
+    monkeypatch.setattr(_site, "add_pairs", pairs)
     bank = RoutedFFN(8, 16, experts=4, top_k=2)
-    with observe(bank) as observed:
-        losses = bank(torch.randn(6, 8))[0].square().sum(1)
-        losses.sum().backward()
-        observed.group_gradients(torch.arange(6), torch.ones(6))
-        observed.group_gram(torch.arange(6), torch.ones(6))
-    assert len(seen) == 4
-    assert set(seen) == {"ieee"}
+    for size, products in ((1, 2), (6, 2)):  # of pairs of units, and of the rows' slices
+        seen.clear()
+        groups, weight = torch.arange(6) // size, torch.ones(6) / size
+        with observe(bank) as observed:
+            losses = bank(torch.randn(6, 8))[0].square().sum(1)
+            (losses * weight).sum().backward()
+            observed.group_gradients(groups, weight)
+            assert len(seen) == 2
+            observed.group_gram(groups, weight)
+        assert len(seen) == 2 + products
+        assert set(seen) == {"ieee"}
 
 
 # ---------------------------------------------------------------------- one precision on every path

@@ -125,6 +125,11 @@ class ExpertsConfig(Section):
     dropout: float = Field(0.1, ge=0, lt=1, description="on the expert input")
     dropout_mask: Literal["shared", "per_expert"] = "shared"
 
+    @property
+    def routes_examples(self) -> bool:
+        """Whether whole examples are routed, not their tokens."""
+        return {"lora_ffn": False, "full_ffn": False, "lora_head": True}[self.site]
+
     @model_validator(mode="after")
     def _top_k_fits(self) -> Self:
         if self.top_k > self.count:
@@ -400,9 +405,9 @@ class Config(Section):
     def _compatible(self) -> Self:
         self.check_method(self.mixture.size)
         unit = self.observation.unit
-        if unit == "token" and self.experts.site == "lora_head":
+        if unit == "token" and self.experts.routes_examples:
             raise UserError(
-                "observation.unit is token, but experts.site lora_head routes whole examples; "
+                f"observation.unit is token, but experts.site {self.experts.site} routes whole examples; "
                 "expected group or example"
             )
         if unit != "group" and not self.method.finer_rows:

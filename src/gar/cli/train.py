@@ -17,7 +17,7 @@ from gar.cli.options import DataDirOption, DeviceOption, NoCacheOption, Override
 from gar.data import load_mixture, majority_shares
 from gar.distributed import joined, launch
 from gar.errors import UserError
-from gar.runs.directory import claim, give_back
+from gar.runs.directory import claimed
 from gar.runs.names import CONFIG, path_part
 from gar.training import Hooks, train_from_config
 
@@ -60,9 +60,7 @@ def train(
                 raise UserError("--resume: which run? name its directory with --out")
             stem = path_part(config.mixture.name or Path(what).stem)
             name = f"{stem}-{config.method.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            out = job.told(lambda: claim(Path("runs") / name))
-            if job.is_first:
-                stack.callback(give_back, out)
+            out = job.told(lambda: stack.enter_context(claimed(Path("runs") / name)))
         with progress_hooks(config.method.name) if job.is_first else nullcontext(Hooks()) as hooks:
             if resume and not (out / CONFIG).is_file():
                 hooks.message(f"{out}: no run to continue; a new one starts")

@@ -131,8 +131,25 @@ def hold(
         raise UserError(f"{where}: {error.strerror or error}; complete files are kept") from error
 
 
-def claim(path: Path) -> Path:
-    """Make a directory of this name that is nobody's yet, or of the name with the first free of -2, -3, …"""
+@contextmanager
+def claimed(path: Path) -> Iterator[Path]:
+    """A directory of this name that is nobody's yet, or of the name with the first free of -2, -3, …
+
+    It is removed again if no run began in it, and so are the folders that were made for it.
+    """
+    new = [parent for parent in path.parents if not parent.exists()]
+    made = _claim(path)
+    try:
+        yield made
+    finally:
+        if not (made / CONFIG).is_file():
+            _forget(made, new=True)
+            with suppress(OSError):  # what is not empty stays
+                for parent in new:
+                    parent.rmdir()
+
+
+def _claim(path: Path) -> Path:
     for number in itertools.count(1):
         made = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
@@ -143,12 +160,6 @@ def claim(path: Path) -> Path:
             raise UserError(f"{made}: {error.strerror or error}; name another place with --out") from error
         break
     return made
-
-
-def give_back(path: Path) -> None:
-    """Remove a claimed directory if no run began in it."""
-    if not (path / CONFIG).is_file():
-        _forget(path, new=True)
 
 
 def check_directory(path: Path, resume: bool) -> None:
