@@ -74,7 +74,7 @@ def test_a_package_and_two_files_of_one_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no_such_module.py) of"),
+        (None, "no_such_module.py) beside"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import not_installed_anywhere", "No module named 'not_installed_anywhere'"),
         ("def", "SyntaxError"),

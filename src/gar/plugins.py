@@ -81,7 +81,8 @@ def _load(name: str, where: str) -> ModuleType:
         if file is None and error.name == name.split(".")[0]:
             raise UserError(
                 f"{where}: plugins names {name!r}, which is neither an installed module nor a file "
-                f"({name}.py) beside the configuration or in {Path.cwd()}; expected a module or the path of a .py file"
+                f"({name}.py) beside the configuration or in {Path.cwd()}; "
+                "expected a module or the path of a .py file"
             ) from None
         raise UserError(f"{where}: plugin {name} cannot be imported ({error})") from error
     except FileNotFoundError as error:
