@@ -201,7 +201,7 @@ def test_killed_it_goes_on(world: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "Meter.measure = measure\nfrom gar.cli import main\nmain()"
     )
     data = str(world / "texts.jsonl")
-    command = ["inspect", str(world / "moe"), "--data", data, *QUICK, "--out", str(out)]
+    command = ["inspect", str(world / "moe"), "--data", data, *QUICK, "--out", str(out), "--device", "cpu"]
     process = subprocess.Popen([sys.executable, "-c", slow, *command], stderr=subprocess.DEVNULL)
     while not (out / "units" / "00002.safetensors").is_file():
         assert process.poll() is None
