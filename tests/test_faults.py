@@ -55,12 +55,15 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert same_bits(saved(a), saved(b))
 
 
+def skip_where_forks_cannot_train() -> None:
+    """torch refuses a backward in a fork of a process with a GPU's threads; tests/test_kills.py spawns."""
+    if torch.cuda.is_available():
+        pytest.skip("forks cannot train where a GPU is")
+
+
 def in_child(work: Callable[[], Any]) -> Any:
     """Start ``work`` in a copy of this process; exit code 0 if it returned."""
-    if torch.cuda.is_available():
-        pytest.skip(
-            "torch refuses a backward in a fork where a GPU's threads exist; tests/test_kills.py spawns"
-        )
+    skip_where_forks_cannot_train()
 
     def run() -> None:
         code = 1
@@ -386,6 +389,7 @@ class Gar:
     """``gar`` as a process: a copy of this one, which has imported everything already."""
 
     def __init__(self, *arguments: str) -> None:
+        skip_where_forks_cannot_train()
         self.streams = [tempfile.mkstemp() for _ in range(2)]
 
         def run() -> None:
