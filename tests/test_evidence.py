@@ -292,7 +292,7 @@ def test_coefficients_and_denominator() -> None:
     assert "results/coefficients.svg" in shown
 
 
-@pytest.mark.parametrize(("shift", "said"), [(0.02, "1 better. Hardly any"), (-0.02, "1 worse.\n")])
+@pytest.mark.parametrize(("shift", "said"), [(0.02, "1 better. Where they"), (-0.02, "1 worse.\n")])
 def test_what_collapse_costs_is_said(shift: float, said: str) -> None:
     shifts = {"gar-0": 0.0, "gar-1e-3-numerator": shift}
     lines = cell_lines(shifts, 10, ("sweep_top1", "six_complete"))

@@ -223,10 +223,11 @@ def _without_experts(evidence: Evidence) -> list[str]:
     if not kinds:
         return []
     said = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
-    as_well = "" if kinds["worse"] else " Hardly any experts do as well as eight there."
+    one_way = kinds["better"] and not kinds["worse"]
+    better = " Where they are told apart, hardly any experts do better than eight." if one_way else ""
     return [
         "- Forms of GAR that leave fewer than a quarter of the experts in use, against coefficient 0 "
-        f"([below](#coefficient-and-denominator)): {said}.{as_well}"
+        f"([below](#coefficient-and-denominator)): {said}.{better}"
     ]
 
 
