@@ -30,6 +30,8 @@ OTHERS = tuple(name for name in COMPARED if name != REFERENCE)
 #: The suite of "when does alignment help", and those of the coefficient and of the denominator.
 PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "evidence_denominator"
 RATES = "evidence_rates"
+#: What an interval says; the first two are findings.
+KINDS = ("better", "worse", "not told apart", "not compared")
 APART = (PAIRS, COEFFICIENTS, DENOMINATOR, RATES)
 #: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
@@ -170,6 +172,13 @@ def differences(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
 def label(method: str) -> str:
     """The label of a registered method, else the suite's name for it."""
     return label_of(method)
+
+
+def kind(found: Difference) -> str:
+    """Which of :data:`KINDS` a difference is."""
+    if math.isnan(found.low):
+        return KINDS[3]
+    return KINDS[0] if found.better else KINDS[1] if found.worse else KINDS[2]
 
 
 def verdict(name: str, found: Difference, other: str = "Baseline") -> str:

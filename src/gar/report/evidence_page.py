@@ -28,6 +28,7 @@ from gar.report.evidence import (
     APART,
     COEFFICIENTS,
     DENOMINATOR,
+    KINDS,
     OTHERS,
     PAIRS,
     PREDICTORS,
@@ -38,6 +39,7 @@ from gar.report.evidence import (
     asked_beforehand,
     differences,
     gains,
+    kind,
     label,
     predictor,
     questions,
@@ -57,9 +59,6 @@ NEAREST = {
 SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
 #: Metrics whose bounds are 0 and 1, or nearly, drawn over training.
 DRAWN = ("accuracy", "load_variance", "nmi", "task_cosine")
-
-#: What an interval says; the first two are findings.
-KINDS = ("better", "worse", "not told apart", "not compared")
 
 #: The share of experts in use below which a run has hardly any.
 COLLAPSED = 0.25
@@ -185,22 +184,20 @@ def _short(evidence: Evidence) -> list[Part]:
             found[method][cell] = evidence.difference("accuracy", cell, method, REFERENCE)
     if not found[PROPOSED]:
         return ["Nothing was run yet.\n"]
-    kinds = Counter(map(_kind, found[PROPOSED].values()))
+    kinds = Counter(map(kind, found[PROPOSED].values()))
     total = kinds.total()
     head = (
         f"GAR against Baseline in {total} {'cells' if total > 1 else 'cell'} of setting and mixture: "
-        + ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+        + ", ".join(f"{kinds[each]} {each}" for each in KINDS if kinds[each])
     )
     apart = [
         f"- {', '.join(cell)}: {verdict('GAR', gain)}."
-        for kind in KINDS[:2]
+        for each in KINDS[:2]
         for cell, gain in found[PROPOSED].items()
-        if _kind(gain) == kind
+        if kind(gain) == each
     ]
     rows = [
-        Row(
-            {"setting": cell[0], "mixture": cell[1], "seeds": str(gain.seeds), **_gain(gain), "": _kind(gain)}
-        )
+        Row({"setting": cell[0], "mixture": cell[1], "seeds": str(gain.seeds), **_gain(gain), "": kind(gain)})
         for cell, gain in found[PROPOSED].items()
     ]
     return [
@@ -219,22 +216,16 @@ def _without_experts(evidence: Evidence) -> list[str]:
     for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
         for method in evidence.methods(cell):
             if method != "gar-0" and _mean(evidence.rows(*cell, method), "utilization") < COLLAPSED:
-                kinds[_kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
+                kinds[kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
     if not kinds:
         return []
-    said = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+    said = ", ".join(f"{kinds[each]} {each}" for each in KINDS if kinds[each])
     one_way = kinds["better"] and not kinds["worse"]
     better = " Where they are told apart, hardly any experts do better than eight." if one_way else ""
     return [
         "- Forms of GAR that leave fewer than a quarter of the experts in use, against coefficient 0 "
         f"([below](#coefficient-and-denominator)): {said}.{better}"
     ]
-
-
-def _kind(found: Difference) -> str:
-    if math.isnan(found.low):
-        return KINDS[3]
-    return KINDS[0] if found.better else KINDS[1] if found.worse else KINDS[2]
 
 
 def _gain(found: Difference) -> dict[str, Any]:
@@ -249,9 +240,9 @@ def _all_methods(found: Mapping[str, Mapping[Cell, Difference]]) -> list[Row]:
     for method, gains_of in found.items():
         cells: dict[str, list[str]] = defaultdict(list)
         for cell, gain in gains_of.items():
-            cells[_kind(gain)].append(f"{', '.join(cell)} ({shown(POINTS, gain.mean, sign=True).text})")
-        contents = {kind: str(len(cells[kind])) for kind in KINDS[:3]}
-        told = {f"where {kind}": "; ".join(cells[kind]) for kind in KINDS[:2]}
+            cells[kind(gain)].append(f"{', '.join(cell)} ({shown(POINTS, gain.mean, sign=True).text})")
+        contents = {each: str(len(cells[each])) for each in KINDS[:3]}
+        told = {f"where {each}": "; ".join(cells[each]) for each in KINDS[:2]}
         rows.append(Row({"method": label(method), "cells": str(len(gains_of)), **contents, **told}))
     return rows
 

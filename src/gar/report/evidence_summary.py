@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from gar.methods import PROPOSED, REFERENCE
-from gar.report.evidence import APART, Cell, Difference, Evidence
+from gar.report.evidence import APART, KINDS, Cell, Difference, Evidence, kind
 from gar.report.verdict import listing, number, signed
 
 #: Differences of each kind that are named, the largest.
@@ -22,8 +20,8 @@ def summary(evidence: Evidence) -> str:
     if not total:
         return f"No run of GAR beside Baseline is stored yet.{absent}"
 
-    def told(kind: str) -> str:
-        found = sorted(kinds[kind], key=lambda entry: -abs(entry[1].mean))
+    def told(what: str) -> str:
+        found = sorted(kinds[what], key=lambda entry: -abs(entry[1].mean))
         named = [f"{', '.join(cell)}: {_differs(difference)}" for cell, difference in found[:NAMED]]
         named += [f"{number(len(found) - NAMED)} more"] * (len(found) > NAMED)
         return f"{number(len(found))} ({'; '.join(named)})" if named else "none"
@@ -41,14 +39,11 @@ def summary(evidence: Evidence) -> str:
 
 def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Difference]]]:
     """GAR against Baseline in every cell that has both, by what their interval says."""
-    kinds: dict[str, list[tuple[Cell, Difference]]] = {
-        "better": [], "worse": [], "not told apart": [], "not compared": []
-    }  # fmt: skip
+    kinds: dict[str, list[tuple[Cell, Difference]]] = {name: [] for name in KINDS}
     for cell in evidence.cells(name for name in evidence.suites if name not in APART):
         if {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
             found = evidence.difference("accuracy", cell, PROPOSED, REFERENCE)
-            kind = "better" if found.better else "worse" if found.worse else "not told apart"
-            kinds["not compared" if math.isnan(found.low) else kind].append((cell, found))
+            kinds[kind(found)].append((cell, found))
     return kinds
 
 
