@@ -104,6 +104,9 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model()
+    # Several processes leave together: gloo's threads must be done with tensors before Python ends.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,3 +26,14 @@ def two_ranks(script: str, out: Path) -> Callable[[str, int], Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return lambda name, rank: torch.load(out / f"{name}-{rank}.pt", weights_only=True)
+
+
+def leave() -> NoReturn:
+    """End a rank's process here, without Python's own end.
+
+    A gloo thread that still holds a tensor then would abort the process (pytorch/pytorch#190489), and a
+    process group that DistributedDataParallel has used keeps its threads after it is destroyed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

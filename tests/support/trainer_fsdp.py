@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from gar.integrations import GARMixin, GARTrainer
 from support.tiny_training import gradients, make, olmoe
+from support.torchrun import leave
 
 #: Name: options of the trainer, of TrainingArguments, and of fsdp_config.
 TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -153,3 +154,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -13,6 +13,7 @@ import torch
 from gar.integrations import GARTrainer
 from gar.objective import alignment_loss
 from support.tiny_training import gradients, make, olmoe, texts
+from support.torchrun import leave
 
 #: Name: options of the trainer; every one a training of 3 updates, of 4 examples a rank and micro-batch.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -99,3 +100,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()
