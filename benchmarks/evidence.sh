@@ -9,7 +9,7 @@
 #
 #   DATA  the tasks for --data-dir (default: data)
 #   KEPT  what earlier calls brought back (default: docs/results)
-#   OUT   where this call leaves evidence.csv, evidence.trajectories.csv and search.tar.gz (default: evidence)
+#   OUT   where this call leaves evidence*.csv* and search.tar.gz (default: evidence)
 #   WORK  run directories, which need not outlive the machine (default: a temporary directory)
 #   GAR   the command (default: gar); JOBS runs at a time of a sweep (default: what fills the GPUs)
 #   UPDATES  of the search's candidates (default: the protocol's), to try it out
@@ -25,8 +25,8 @@ end=$((SECONDS + seconds - 15))      # the last seconds are for the archive
 jobs=(${JOBS:+--jobs "$JOBS"})
 mkdir -p "$OUT" "$WORK/search"
 
-for file in evidence.csv evidence.trajectories.csv search.tar.gz; do
-    if [ ! -e "$OUT/$file" ] && [ -e "$KEPT/$file" ]; then cp "$KEPT/$file" "$OUT/$file"; fi
+for path in "$KEPT"/evidence*.csv* "$KEPT/search.tar.gz"; do
+    if [ ! -e "$OUT/${path##*/}" ] && [ -e "$path" ]; then cp "$path" "$OUT/"; fi
 done
 if [ -e "$OUT/search.tar.gz" ]; then tar -xzf "$OUT/search.tar.gz" -C "$WORK/search"; fi
 
@@ -62,15 +62,17 @@ chosen() {       # all choices in one folder, as `--chosen` wants them
 
 for step in "${steps[@]}"; do
     echo "== $step: $((end - SECONDS)) s left"
+    store=$OUT/evidence.csv
+    if [ "$step" = pairs ]; then store=$OUT/evidence_pairs.csv.gz; fi      # by far the most runs
     case $step in
     search) search ;;
     table|trained*|top4|roberta|deberta)   # a search there is out of reach: one learning rate for all methods
-        limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$OUT/evidence.csv" --no-models \
+        limited $GAR sweep "evidence_$step" --out "$WORK/runs" --store "$store" --no-models \
             --data-dir "$DATA" "${jobs[@]}" "${only[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     *)
         chosen
         limited $GAR sweep "evidence_$step" --chosen "$WORK/chosen" --out "$WORK/runs" \
-            --store "$OUT/evidence.csv" --no-models --data-dir "$DATA" \
+            --store "$store" --no-models --data-dir "$DATA" \
             "${jobs[@]}" "${only[@]}" "${overrides[@]}" 2>&1 | tail -n 4 ;;
     esac
 done

@@ -23,7 +23,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Fail where the page is old.")] = False,
     docs: Annotated[Path, typer.Option(help="Where results.md and results/ are.")] = DOCS,
 ) -> None:
-    """Make docs/results.md, docs/results/*.svg and the paragraph of other pages from docs/results/*.csv."""
+    """Make docs/results.md, docs/results/*.svg and the paragraph of other pages from docs/results/*.csv*."""
     path, folder = docs / "results.md", docs / "results"
     stored = evidence.load(folder)
     text, figures = evidence_page.page(stored)

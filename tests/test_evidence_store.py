@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from gar.cli.app import run as gar_command
@@ -31,8 +33,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """Of a file as it is, or gzipped."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text("utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
 def small(**tree: Any) -> Suite:
@@ -130,7 +133,8 @@ def test_a_line_has_what_the_run_s_files_say(tmp_path: Path) -> None:
     assert line["device"] == environment["device_name"]
     history = [json.loads(text) for text in (directory / "history.jsonl").read_text().splitlines()]
     (early,) = [entry for entry in history if "evaluation" in entry]
-    (point,) = rows(tmp_path / "runs.trajectories.csv")
+    (point,) = rows(tmp_path / "runs.trajectories.csv.gz")
+    assert list(pd.read_csv(tmp_path / "runs.trajectories.csv.gz")["update"]) == [2]
     assert point["update"] == "2"
     assert all(point[name] == line[name] for name in KEY[:2])
     cosine = early["evaluation"]["routing"]["task_cosine"]
@@ -170,8 +174,48 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
         Store(tmp_path / "own.csv")
     with pytest.raises(UserError, match=r"\.csv"):
         Store(tmp_path / "runs.json")
-    with pytest.raises(UserError, match="no such file"):
-        collect([tmp_path / "absent.csv"], Store(tmp_path / "runs.csv"))
+    with pytest.raises(UserError, match=r"expected a file name"):
+        Store(tmp_path / "runs.trajectories.csv.gz")
+    for absent in ("absent.csv", "absent.csv.gz"):
+        with pytest.raises(UserError, match="no such file"):
+            collect([tmp_path / absent], Store(tmp_path / "runs.csv"))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id\n")[:-3])
+    (tmp_path / "b.csv.gz").write_bytes(b"id\n")
+    (tmp_path / "c.csv").write_bytes(b"\xff")
+    for damaged in ("a.csv.gz", "b.csv.gz", "c.csv"):
+        with pytest.raises(UserError, match=f"{damaged}: is damaged"):
+            Store(tmp_path / damaged)
+
+
+def test_a_store_may_be_packed_and_its_trajectories_unpacked(tmp_path: Path) -> None:
+    plain, unpacked, packed = (tmp_path / name / "runs.csv" for name in ("plain", "unpacked", "packed"))
+    packed = packed.with_name("runs.csv.gz")
+    (line, *_) = sweep_of_one(tmp_path, plain)
+    points = plain.with_name("runs.trajectories.csv.gz")
+    text = "id,configuration,update,nmi\n" + "".join(
+        f"{line['id']},{line['configuration']},{update},0.5\n" for update in (1, 2)
+    )
+    points.write_bytes(gzip.compress(text.encode()))
+    for source, target in ((plain, packed), (packed, unpacked), (unpacked, tmp_path / "last.csv.gz")):
+        store = Store(target)
+        assert collect([source], store) == 1
+        assert rows(target) == rows(plain)
+        written = target.with_name(f"{target.name.split('.')[0]}.trajectories.csv.gz")
+        assert rows(written) == rows(points)
+        before = target.read_bytes(), written.read_bytes()
+        assert collect([source], Store(target)) == 0
+        assert (target.read_bytes(), written.read_bytes()) == before
+        if target == unpacked:  # as a person would, or an older version
+            target.with_name("runs.trajectories.csv").write_bytes(gzip.decompress(written.read_bytes()))
+            written.unlink()
+    sweep(small(), tmp_path / "more", unpacked)  # what is written again is packed, and once
+    assert not unpacked.with_name("runs.trajectories.csv").exists()
+    assert rows(unpacked.with_name("runs.trajectories.csv.gz")) == rows(points)
+
+
+def sweep_of_one(tmp_path: Path, store: Path) -> list[dict[str, str]]:
+    sweep(tiny_suite(methods=["stgc"], seeds=1), tmp_path / "one", store)
+    return rows(store)
 
 
 def test_the_command_takes_a_part_of_a_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,15 +305,18 @@ def slice_of(tmp_path: Path, *words: str, seconds: int = 60) -> list[str]:
 
 def test_a_slice_goes_on_with_what_the_last_one_kept(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "evidence.csv").write_text("id\n")
+    for name in ("evidence.csv", "evidence_pairs.csv.gz"):
+        (tmp_path / "kept" / name).write_text("id\n")
     commands = slice_of(tmp_path, "search", "pairs", "trained_ffn", "--method=gar", "optimizer.updates=7")
     assert [command.split()[0] for command in commands] == ["search", "sweep", "sweep"]
     assert all(command.endswith("--method=gar optimizer.updates=7") for command in commands)
     pairs, trained = commands[1:]
     assert f"evidence_pairs --chosen {tmp_path}/work/chosen" in pairs
     assert "--chosen" not in trained
-    assert all(f"--store {tmp_path}/out/evidence.csv" in command for command in (pairs, trained))
-    assert (tmp_path / "out" / "evidence.csv").read_text() == "id\n"
+    assert f"--store {tmp_path}/out/evidence_pairs.csv.gz " in pairs
+    assert f"--store {tmp_path}/out/evidence.csv " in trained
+    for name in ("evidence.csv", "evidence_pairs.csv.gz"):
+        assert (tmp_path / "out" / name).read_text() == "id\n"
     assert (tmp_path / "work/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
     with tarfile.open(tmp_path / "out" / "search.tar.gz") as archive:
         names = {Path(name).name for name in archive.getnames()}

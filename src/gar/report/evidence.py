@@ -21,7 +21,7 @@ from gar.methods import COMPARED, PROPOSED, REFERENCE, label_of
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.report._tables import POINTS
 from gar.report.verdict import LEAST_SEEDS, ROUNDING
-from gar.sweeps.stored import HEAD, TRAJECTORY, follows, read_lines
+from gar.sweeps.stored import HEAD, TRAJECTORY, follows, is_store, read_lines, read_points
 from gar.sweeps.suite import Suite, load_suite, shipped
 
 PREFIX = "evidence_"
@@ -136,10 +136,9 @@ class Evidence:
 
 def load(directory: Path) -> Evidence:
     """The lines of all stored files in a directory."""
-    files = [path for path in sorted(directory.glob("*.csv")) if not path.stem.endswith(".trajectories")]
+    files = sorted(path for path in directory.glob("*") if is_store(path))
     lines = [line for path in files for line in read_lines(path, HEAD)]
-    trajectories = sorted(directory.glob("*.trajectories.csv"))
-    return Evidence(lines, [line for path in trajectories for line in read_lines(path, TRAJECTORY)])
+    return Evidence(lines, [line for path in files for line in read_points(path)])
 
 
 def _places(run_id: str) -> dict[str, str]:

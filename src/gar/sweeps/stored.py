@@ -2,16 +2,19 @@
 
 A line has all that tables need of a run, and what tells it from any other: its id, which ends with its seed,
 and the digests of its configuration and data. Accuracies have six significant digits, metrics five. The
-evaluations on the way are lines of a second file beside it, ``NAME.trajectories.csv``, with fewer metrics.
+evaluations on the way are lines of a second file beside it, ``NAME.trajectories.csv.gz``, with fewer metrics;
+pandas reads it as it is, and where it stands unpacked that is read. The first file may be gzipped as well.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,7 @@ from gar.methods import from_config
 from gar.metrics import METRICS
 from gar.presets.catalogue import searched
 from gar.runs import Run, State, find_runs, read_run
-from gar.runs.files import read_json, write_text
+from gar.runs.files import read_json, write_bytes
 from gar.sweeps.store import RECORD
 from gar.sweeps.suite import Combination, PlannedRun
 
@@ -51,16 +54,19 @@ ON_THE_WAY = (
 PACE = 2.0
 #: Digits of a digest that are kept.
 DIGITS = 16
+#: How a stored file's name ends.
+SUFFIXES = (".csv", ".csv.gz")
+#: How the name of its trajectories ends, and how it ends unpacked.
+POINTS, UNPACKED = ".trajectories.csv.gz", ".trajectories.csv"
 
 
 class Store:
     """The CSV file of finished runs at ``path``, which need not exist yet, and its trajectories."""
 
     def __init__(self, path: Path) -> None:
-        if path.suffix.lower() != ".csv":
-            raise UserError(f"{path}: expected a file name that ends in .csv")
+        if not is_store(path):
+            raise UserError(f"{path}: expected a file name that ends in .csv or .csv.gz")
         self.path = path
-        self.trajectories = path.with_name(f"{path.stem}.trajectories.csv")
         self.lines: dict[tuple[str, ...], Line] = {}
         self._points: dict[tuple[str, ...], list[Line]] = {}
         self._written = 0.0
@@ -71,9 +77,8 @@ class Store:
     def merge(self, path: Path) -> int:
         """Take over the lines of a file, where they are new; how many were."""
         before = len(self.lines)
-        trajectories = path.with_name(f"{path.stem}.trajectories.csv")
         points: dict[tuple[str, ...], list[Line]] = {}
-        for line in read_lines(trajectories, TRAJECTORY):
+        for line in read_points(path):
             points.setdefault((line["id"], line["configuration"]), []).append(line)
         for line in read_lines(path, HEAD):
             if (key := _key(line)) not in self.lines:
@@ -114,9 +119,10 @@ class Store:
             return
         with path_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, _text(self.lines.values(), HEAD))
+            _write(self.path, _text(self.lines.values(), HEAD))
             if points := [point for key in self.lines for point in self._points[key]]:
-                write_text(self.trajectories, _text(points, TRAJECTORY))
+                _write(_beside(self.path, POINTS), _text(points, TRAJECTORY))
+                _beside(self.path, UNPACKED).unlink(missing_ok=True)
         self._written, self._changed = time.monotonic(), False
 
 
@@ -124,7 +130,7 @@ def collect(sources: Iterable[Path], store: Store) -> int:
     """Take over all finished runs of sweeps below directories, and the lines of files; how many were new."""
     new = 0
     for source in sources:
-        if source.suffix.lower() == ".csv":
+        if is_store(source):
             if path_kind(source) != "file":
                 raise UserError(f"{source}: no such file")
             new += store.merge(source)
@@ -134,12 +140,30 @@ def collect(sources: Iterable[Path], store: Store) -> int:
     return new
 
 
+def is_store(path: Path) -> bool:
+    """Whether a file is a store by its name; its trajectories are none."""
+    name = path.name.lower()
+    return name.endswith(SUFFIXES) and not name.endswith((POINTS, UNPACKED))
+
+
+def read_points(path: Path) -> list[Line]:
+    """The evaluations on the way of a store's runs; none where it has no such file."""
+    packed = _beside(path, POINTS)
+    there = _beside(path, UNPACKED) if path_kind(packed) == "missing" else packed
+    return read_lines(there, TRAJECTORY)
+
+
 def read_lines(path: Path, columns: Iterable[str]) -> list[Line]:
     """The lines of a stored file that has these columns; none where there is no file."""
     if path_kind(path) == "missing":
         return []
     with path_errors(path):
-        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+        content = path.read_bytes()
+    try:
+        text = (gzip.decompress(content) if _packed(path) else content).decode("utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is damaged ({error}); expected a file of `gar sweep --store`") from None
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
     if rows and (missing := [name for name in columns if name not in rows[0]]):
         raise UserError(f"{path}: has no column {missing[0]}; expected a file of `gar sweep --store`")
     for number, row in enumerate(rows, 2):
@@ -228,6 +252,22 @@ def _cell(value: Any, digits: int = 5) -> str:
     if isinstance(value, float):
         return "" if value != value else f"{value:.{digits}g}"
     return "" if value is None else str(value)
+
+
+def _packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    """The file that goes with a store and ends like this."""
+    end = next(end for end in reversed(SUFFIXES) if path.name.lower().endswith(end))
+    return path.with_name(path.name[: -len(end)] + suffix)
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomically, packed where the name says so; the same text is the same bytes at any time."""
+    content = text.encode("utf-8")
+    write_bytes(path, gzip.compress(content, mtime=0) if _packed(path) else content)
 
 
 def _text(lines: Iterable[Line], first: Iterable[str]) -> str:
