@@ -121,6 +121,25 @@ def test_text_has_sign_scale_and_no_negative_zero() -> None:
     assert accuracy.text(-0.0123, sign=True) == "−1.23"
 
 
+def test_an_interval_s_end_keeps_its_side_of_zero() -> None:
+    """The number printed is on the side of the number meant, to within half a unit of its last digit."""
+    recovery, accuracy = METRICS["recovery"], METRICS["accuracy"]
+    for metric in (recovery, accuracy):
+        for exponent in range(-8, 1):
+            for first in (1.0, 2.6, 4.999, 5.0, 9.6, 9.999):
+                for value in (first * 10.0**exponent, -first * 10.0**exponent):
+                    shown = metric.bound(value, sign=True)
+                    digits = len(shown.partition(".")[2])
+                    number = float(shown.replace("−", "-"))
+                    assert number * value > 0, (metric.name, value, shown)
+                    assert shown[0] == "−+"[value > 0]
+                    assert number == pytest.approx(metric.scale * value, abs=0.5001 * 10.0**-digits)
+                    if round(metric.scale * value, metric.digits):
+                        assert shown == metric.text(value, sign=True)
+    assert [recovery.bound(v, True) for v in (0.0, -0.0, 1e-10, -1e-17, math.nan)] == ["+0.000"] * 4 + ["–"]
+    assert [recovery.bound(v) for v in (0.00026, -0.00026, 0.0)] == ["0.0003", "−0.0003", "0.000"]
+
+
 def test_an_older_result_tells_its_normalized_entropy() -> None:
     metric = METRICS["normalized_entropy"]
     assert metric.read({"routing": {"entropy": 1.0, "load": [0.25] * 4}}) == 1 / math.log(4)

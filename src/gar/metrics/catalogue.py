@@ -40,6 +40,8 @@ from gar.metrics.gradient import (
 from gar.metrics.load import effective_experts, load_variance, routing_entropy, utilization
 
 Bounds = tuple[float, float]
+#: Differences that are smaller are rounding.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,23 @@ class Metric:
         """The value as it is shown, without its unit; a dash for one that is not finite."""
         if not math.isfinite(value):
             return "–"
-        return f"{self.scale * value:{'+' if sign else ''}z.{self.digits}f}".replace("-", "−")
+        return self._fixed(value, sign, self.digits)
+
+    def bound(self, value: float, sign: bool = False) -> str:
+        """The end of an interval as :meth:`text`, with one digit that counts where that would read as 0.
+
+        On which side of 0 an end lies is what an interval says; below :data:`ROUNDING` it is 0.
+
+        >>> METRICS["nmi"].bound(0.00002, True), METRICS["nmi"].bound(0.12, True)
+        ('+0.00002', '+0.1200')
+        """
+        size = self.scale * abs(value)
+        if math.isfinite(size) and abs(value) > ROUNDING and not round(size, self.digits):
+            return self._fixed(value, sign, -math.floor(math.log10(size)))
+        return self.text(value, sign)
+
+    def _fixed(self, value: float, sign: bool, digits: int) -> str:
+        return f"{self.scale * value:{'+' if sign else ''}z.{digits}f}".replace("-", "−")
 
 
 def _entropy_share(sections: Mapping[str, Any]) -> float:

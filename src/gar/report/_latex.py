@@ -16,8 +16,8 @@ from gar.metrics import METRICS, Metric, population_std
 from gar.metrics.catalogue import listed
 from gar.report._numbers import Numbers, Scope
 from gar.report._table import Cell, Row, Table
-from gar.report._tables import POINTS
 from gar.report._text import escape_latex
+from gar.report.verdict import POINTS
 
 #: Width of the text in points, that of LaTeX's article. A table that is wider by more than a tenth is set in
 #: parts; the rest is made smaller.

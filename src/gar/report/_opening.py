@@ -12,8 +12,7 @@ from gar.evaluation.findings import BALANCED, INFORMATION
 from gar.metrics import METRICS, holm, t_test
 from gar.report._numbers import Numbers, Scope, mean_interval
 from gar.report._table import Cell, Row, Table, interval, shown
-from gar.report._tables import POINTS
-from gar.report.verdict import LEAST_SEEDS, Kind, Paired, counted, judge, listing
+from gar.report.verdict import LEAST_SEEDS, POINTS, Kind, Paired, counted, judge, listing
 from gar.runs import State
 
 #: Percentage points by which an earlier evaluation has to be better for a run to have peaked.

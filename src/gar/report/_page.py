@@ -162,7 +162,9 @@ def build_page(
         )
         for number, (setting, blocks) in enumerate(contents.items(), 1)
     ]
-    sections += _planted(results)
+    if known := _planted(results):
+        sections += known
+        compared |= {name: results.comparisons(name, common_seeds) for name in planted.COMPARED}
     collapses = []
     for run, said in results.collapses:
         _, mixture, variant = results.label(run)

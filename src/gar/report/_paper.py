@@ -24,8 +24,7 @@ from gar.presets.paper import Paired
 from gar.report import _grouping as grouping
 from gar.report._numbers import Numbers, Scope, mean_interval
 from gar.report._table import Row, Table, interval, shown
-from gar.report._tables import POINTS
-from gar.report.verdict import counted
+from gar.report.verdict import POINTS, counted
 from gar.runs import Run
 
 SCOPES = {  # the paper's scopes by their mixtures

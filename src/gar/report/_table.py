@@ -78,4 +78,4 @@ def interval(metric: Metric, low: float, high: float, sign: bool = False) -> Cel
     """``[low, high]``, or a dash where there is none."""
     if math.isnan(low):
         return Cell("–", number=False)
-    return Cell(f"[{metric.text(low, sign)}, {metric.text(high, sign)}]", low, number=False)
+    return Cell(f"[{metric.bound(low, sign)}, {metric.bound(high, sign)}]", low, number=False)

@@ -11,14 +11,14 @@ import pandas as pd
 
 from gar.config import flat
 from gar.metrics import METRICS, OBJECTIVES, Metric, population_std
-from gar.metrics.catalogue import listed
+from gar.metrics.catalogue import ROUNDING, listed
 from gar.report import _grouping as grouping
 from gar.report._numbers import Numbers
 from gar.report._table import Cell, Row, Table, interval, shown
+from gar.report.verdict import POINTS
 from gar.runs.reading import Run, seen_name
 
 ACCURACY, STEP = METRICS["accuracy"], METRICS["step_seconds"]
-POINTS = Metric("difference", "difference", better=1, digits=2, scale=100, unit="pp")
 ENDPOINT_TITLES = {
     "accuracy, %": "mean over tasks, then mixtures, then seeds",
     "std, pp": "population standard deviation over seeds",
@@ -251,9 +251,9 @@ def _zero(mean: float, low: float, high: float) -> str:
         return "not compared"
     if math.isnan(low):
         return "one seed: no interval"
-    if low > 0:
+    if low > ROUNDING:
         return "below the interval"
-    return "above the interval" if high < 0 else "inside the interval"
+    return "above the interval" if high < -ROUNDING else "inside the interval"
 
 
 def _task_cell(shares: pd.Series[float] | None) -> Cell:

@@ -19,8 +19,8 @@ from gar.config import MixtureConfig
 from gar.data.load import resolve
 from gar.methods import COMPARED, PROPOSED, REFERENCE, label_of
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
-from gar.report._tables import POINTS
-from gar.report.verdict import LEAST_SEEDS, ROUNDING
+from gar.metrics.catalogue import ROUNDING
+from gar.report.verdict import LEAST_SEEDS, POINTS
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, is_store, read_lines, read_points
 from gar.sweeps.suite import Suite, load_suite, shipped
 
@@ -55,11 +55,11 @@ class Difference:
 
     @property
     def better(self) -> bool:
-        return self._told and self.low > 0
+        return self._told and self.low > ROUNDING
 
     @property
     def worse(self) -> bool:
-        return self._told and self.high < 0
+        return self._told and self.high < -ROUNDING
 
     @property
     def _told(self) -> bool:
@@ -192,11 +192,11 @@ def verdict(name: str, found: Difference, other: str = "Baseline") -> str:
         return f"{name} and {other} have no seed in common"
     if math.isnan(found.low):
         return f"one seed says nothing of {name} and {other}"
-    low, high = POINTS.text(found.low, True), POINTS.text(found.high, True)
+    low, high = POINTS.bound(found.low, True), POINTS.bound(found.high, True)
     known = f"95 % interval {low} to {high}, {found.seeds} seeds"
     if found.better or found.worse:
         word = "better" if found.better else "worse"
-        return f"{name} is {word} than {other} by {POINTS.text(abs(found.mean))} points ({known})"
+        return f"{name} is {word} than {other} by {POINTS.bound(abs(found.mean))} points ({known})"
     return (
         f"no difference between {name} and {other} is shown ({POINTS.text(found.mean, True)} points, {known})"
     )

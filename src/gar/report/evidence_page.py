@@ -22,7 +22,6 @@ from gar.metrics import METRICS, Metric, holm
 from gar.presets import paper
 from gar.report._style import INK, Panels, svg, title
 from gar.report._table import Row, Table, interval, shown
-from gar.report._tables import POINTS
 from gar.report._text import markdown
 from gar.report.evidence import (
     APART,
@@ -45,7 +44,7 @@ from gar.report.evidence import (
     questions,
     verdict,
 )
-from gar.report.verdict import counted
+from gar.report.verdict import POINTS, counted
 
 #: A suite's setting, and the paper's that is nearest to it.
 NEAREST = {
@@ -530,7 +529,7 @@ def _answer(evidence: Evidence) -> str:
             "The question asked beforehand was not measured: it needs GAR's gain and Baseline's gradients.\n"
         )
     first = question.answer
-    rho, low, high = (RHO.text(value, True) for value in (first.rho, first.low, first.high))
+    rho, low, high = (RHO.bound(value, True) for value in (first.rho, first.low, first.high))
     known = f"Spearman {rho}, 95 % interval {low} to {high}"
     if not first.found:
         said = f"The question asked beforehand has no answer here: a correlation is not shown ({known})."

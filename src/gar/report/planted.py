@@ -27,12 +27,14 @@ from gar.report import _grouping as grouping
 from gar.report._numbers import mean_interval
 from gar.report._style import INK, Panels, slug, styles, title
 from gar.report._table import Row, Table, interval, shown
-from gar.report._tables import POINTS
 from gar.report.results import Results
+from gar.report.verdict import POINTS
 from gar.runs import Run
 
 #: What the figure shows, from above; what else a line holds.
 DRAWN = ("recovery", "cluster_mixing", "accuracy")
+#: The metrics whose differences are shown beside accuracy's.
+COMPARED = ("recovery",)
 MEASURED = (*DRAWN, "recovery_chance", "recovery_ceiling", "nmi", "load_variance", "intra_expert_coherence")
 #: What the figure shows, in words.
 SAID = (
@@ -218,7 +220,7 @@ def endpoints(part: pd.DataFrame) -> Table:
             values = _by_seed(own)
             compared = base if base is not None and own["method"].iloc[0] != REFERENCE else None
             contents: dict[str, Any] = {"strength, experts": where, "method": name, "seeds": len(own)}
-            for key in ("recovery", "accuracy"):
+            for key in (*COMPARED, "accuracy"):
                 contents |= _compared(METRICS[key], values, compared)
             for key in ("cluster_mixing", "recovery_chance", "recovery_ceiling"):
                 contents[METRICS[key].label] = shown(METRICS[key], float(own[key].mean()))
@@ -246,7 +248,7 @@ def tuned(part: pd.DataFrame) -> Table:
         }
         for own, _ in found
     ]
-    for key in ("recovery", "accuracy"):
+    for key in (*COMPARED, "accuracy"):
         against = [None if own["method"].iloc[0] == REFERENCE else base for own, _ in found]
         chances = [_chance(key, values, other) for (_, values), other in zip(found, against, strict=True)]
         for row, (_, values), other, p in zip(rows, found, against, holm(chances), strict=True):

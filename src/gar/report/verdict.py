@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Differences of accuracies that are smaller are rounding.
-ROUNDING = 1e-9
+from gar.metrics.catalogue import ROUNDING, Metric
+
 #: Fewer seeds carry no winner: accuracies are counts, and two may agree by chance.
 LEAST_SEEDS = 3
 
@@ -35,6 +35,7 @@ class Paired(NamedTuple):
         return (self.low > ROUNDING) - (self.high < -ROUNDING)
 
 
+POINTS = Metric("difference", "difference", better=1, digits=2, scale=100, unit="pp")
 COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -132,9 +133,7 @@ def points(value: float) -> str:
     >>> points(0.934), points(0.0012), points(0.0)
     ('0.93', '0.001', '0.00')
     """
-    if abs(value) < 1e-7:
-        return "0.00"
-    return f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}"
+    return POINTS.bound(value / POINTS.scale)
 
 
 def signed(value: float) -> str:
@@ -143,8 +142,8 @@ def signed(value: float) -> str:
     >>> signed(0.934), signed(-0.4), signed(0.0)
     ('+0.93', '−0.40', '0.00')
     """
-    sign = "" if abs(value) < 1e-7 else "−" if value < 0 else "+"
-    return sign + points(abs(value))
+    text = POINTS.bound(value / POINTS.scale, sign=True)
+    return text.removeprefix("+") if text == "+0.00" else text
 
 
 def counted(count: int, noun: str = "run") -> str:
