@@ -39,6 +39,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_say_in_words_where_they_lead(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"\[[^\]]*\.md`?\]\(", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_and_paths_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for dotted in re.findall(r"\bgar(?:\.[A-Za-z_]\w*)+", text):
