@@ -247,6 +247,11 @@ def test_mistakes(arguments: tuple[Any, ...], message: str) -> None:
         observed.unit_rows(unit, seen.weight, *chosen)
     with pytest.raises(UserError, match=r"row_weight must be \[6\], got \[3\]"):
         observed.unit_rows("token", seen.weight[:3])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        weight = seen.weight.clone()
+        weight[2] = wrong
+        with pytest.raises(UserError, match="row_weight: expected finite weights of 0 or more"):
+            observed.unit_rows("token", weight)
 
 
 # ---------------------------------------------------------------------- one update

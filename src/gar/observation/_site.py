@@ -158,7 +158,7 @@ class SiteObservation:
         """Rows of examples or tokens, as factors: the Gram matrix of N of them never needs [N, d].
 
         The one backward must have been of ``sum_n row_weight[n] * l_n`` over the rows (examples) of the
-        forward; the weight [B] is undone here, and a row of weight 0 is not counted. An ``"example"`` row is
+        forward; the weight [B] >= 0 is undone here, and a row of weight 0 is not counted. An ``"example"`` row is
         the gradient of ``l_n``; its ``"token"`` rows are what each valid token brings to it, and add up to
         it. ``chosen`` int64 [N] are numbers of the counted units, in the order of rows and tokens (default:
         all of them). Waits for the device.
@@ -167,6 +167,8 @@ class SiteObservation:
         if weight.shape != extent[:1]:
             raise UserError(f"row_weight must be [{extent[0]}], got {list(weight.shape)}")
         weight = weight.to(self.device)
+        if not ((weight >= 0) & weight.isfinite()).all():
+            raise UserError("row_weight: expected finite weights of 0 or more")
         places = unit_places(unit, extent, weight != 0, self.routing.mask, chosen)
         undo = 1 / weight[places if unit == "example" else places // extent[1]]
         return UnitRows(unit, places, unit_factors(self._factors(), unit, extent, places, undo))

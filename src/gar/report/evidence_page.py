@@ -68,7 +68,7 @@ INTRODUCTION = """\
 # What GAR does on real tasks
 
 Made by `python benchmarks/results.py` from the CSV files in [results](results); nothing below is typed but
-what the data and the terms are. [The page on sweeps and searches](sweep.md#the-evidence) has the commands that ran it.
+what the data and the terms are. [The suites](sweep.md#the-evidence) have the commands that ran it.
 
 **Data.** `six_complete` are the complete public splits of RTE, MRPC, WiC, CoLA, SST-2 and CB. In
 `six_reduced`, in the paper's mixtures `five` to `eight` and in the pairs some tasks are not the published
