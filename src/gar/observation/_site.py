@@ -158,10 +158,10 @@ class SiteObservation:
         """Rows of examples or tokens, as factors: the Gram matrix of N of them never needs [N, d].
 
         The one backward must have been of ``sum_n row_weight[n] * l_n`` over the rows (examples) of the
-        forward; the weight [B] >= 0 is undone here, and a row of weight 0 is not counted. An ``"example"`` row is
-        the gradient of ``l_n``; its ``"token"`` rows are what each valid token brings to it, and add up to
-        it. ``chosen`` int64 [N] are numbers of the counted units, in the order of rows and tokens (default:
-        all of them). Waits for the device.
+        forward; the weight [B] >= 0 is undone here, and a row of weight 0 is not counted. An ``"example"``
+        row is the gradient of ``l_n``; its ``"token"`` rows are what each valid token brings to it, and add
+        up to it. ``chosen`` int64 [N] are numbers of the counted units, in the order of rows and tokens
+        (default: all of them). Waits for the device.
         """
         weight, extent = accurate(row_weight.detach()), self.extent()
         if weight.shape != extent[:1]:
