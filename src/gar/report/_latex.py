@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from gar.metrics import METRICS, Metric, population_std
-from gar.metrics.catalogue import listed
+from gar.metrics.catalogue import ROUNDING, listed
 from gar.report._numbers import Numbers, Scope
 from gar.report._table import Cell, Row, Table
 from gar.report._text import escape_latex
@@ -83,7 +83,8 @@ def _marks(results: Numbers, setting: str, frame: pd.DataFrame) -> dict[tuple[st
     for row in frame[frame["setting"] == setting].to_dict("records"):
         if row["b"] in results.references(setting):
             low, high = row["low"], row["high"]
-            found[str(row["scope"]), str(row["a"])] = "⁺" if low > 0 else "⁻" if high < 0 else ""
+            side = "⁺" if low > ROUNDING else "⁻" if high < -ROUNDING else ""
+            found[str(row["scope"]), str(row["a"])] = side
     return found
 
 

@@ -174,10 +174,7 @@ def _behind(results: Numbers, setting: str, scope: Scope, best: str, other: str)
     """Whether the interval of ``best - other`` lies above 0."""
     values = [results.values("accuracy", setting, scope, v) for v in (best, other)]
     found = (values[0] - values[1]).dropna()
-    if len(found) < LEAST_SEEDS:
-        return False
-    low = mean_interval(found)[1] if found.nunique() > 1 else math.nan
-    return bool(low > 0)
+    return Paired(*mean_interval(found), tuple(map(int, found.index))).side > 0
 
 
 def opening(
