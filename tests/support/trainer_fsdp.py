@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from gar.integrations import GARMixin, GARTrainer
+from gar.integrations._terms import able
 from support.tiny_training import gradients, make, olmoe
 from support.torchrun import leave
 
@@ -50,6 +51,15 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]},
     ),
     "without the objective": ({"coefficient": 0.0}, {}, {}),
+    **{
+        f"{name} alone": ({"coefficient": 0.0, "router_losses": [f"{name}=0.3"]}, {}, {}) for name in able()
+    },
+    "losses beside the objective": (
+        {"coefficient": 2.0, "router_losses": [f"{name}=0.3" for name in able()]},
+        {"steps": 2},
+        {},
+    ),
+    "the first rank's weights": ({"coefficient": 2.0}, {}, {"cpu_ram_efficient_loading": True}),
 }
 
 
