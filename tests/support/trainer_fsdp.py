@@ -96,6 +96,9 @@ def training(out: Path, name: str, kind: type[Any] = GARTrainer, model: Any = No
     sizes = {"rows": 4, "updates": 3, "max_grad_norm": 0.5, **sizes, **more}
     model = olmoe() if model is None else model
     model.set_experts_implementation(sizes.pop("experts", "eager"))
+    if config.get("cpu_ram_efficient_loading") and os.environ.get("RANK", "0") != "0":
+        for parameter in model.parameters():  # as from_pretrained leaves it there: not the weights
+            parameter.data.fill_(7.0)
     if ranks > 1:
         sizes |= {"fsdp": True, "fsdp_config": dict(config)}
         kind = sharded(kind)
