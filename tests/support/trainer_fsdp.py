@@ -51,9 +51,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]},
     ),
     "without the objective": ({"coefficient": 0.0}, {}, {}),
-    **{
-        f"{name} alone": ({"coefficient": 0.0, "router_losses": [f"{name}=0.3"]}, {}, {}) for name in able()
-    },
+    **{f"{name} alone": ({"coefficient": 0.0, "router_losses": [f"{name}=0.3"]}, {}, {}) for name in able()},
     "losses beside the objective": (
         {"coefficient": 2.0, "router_losses": [f"{name}=0.3" for name in able()]},
         {"steps": 2},
