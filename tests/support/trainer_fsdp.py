@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from gar.integrations import GARMixin, GARTrainer
+from gar.integrations._terms import able
 from support.tiny_training import gradients, make, olmoe
 from support.torchrun import leave
 
@@ -50,6 +51,13 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"transformer_layer_cls_to_wrap": ["OlmoeExperts"]},
     ),
     "without the objective": ({"coefficient": 0.0}, {}, {}),
+    **{f"{name} alone": ({"coefficient": 0.0, "router_losses": [f"{name}=0.3"]}, {}, {}) for name in able()},
+    "losses beside the objective": (
+        {"coefficient": 2.0, "router_losses": [f"{name}=0.3" for name in able()]},
+        {"steps": 2},
+        {},
+    ),
+    "the first rank's weights": ({"coefficient": 2.0}, {}, {"cpu_ram_efficient_loading": True}),
 }
 
 
@@ -86,6 +94,9 @@ def training(out: Path, name: str, kind: type[Any] = GARTrainer, model: Any = No
     sizes = {"rows": 4, "updates": 3, "max_grad_norm": 0.5, **sizes, **more}
     model = olmoe() if model is None else model
     model.set_experts_implementation(sizes.pop("experts", "eager"))
+    if config.get("cpu_ram_efficient_loading") and os.environ.get("RANK", "0") != "0":
+        for parameter in model.parameters():  # as from_pretrained leaves it there: not the weights
+            parameter.data.fill_(7.0)
     if ranks > 1:
         sizes |= {"fsdp": True, "fsdp_config": dict(config)}
         kind = sharded(kind)

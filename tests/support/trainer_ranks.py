@@ -30,6 +30,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "steps": 2,
         "router_losses": ["zloss=0.3", "global_balance=0.5", "simbal=0.2"],
     },
+    "losses beside": {"coefficient": 2.0, "router_losses": ["zloss=0.3", "global_balance=0.5", "simbal=0.2"]},
     "held": {"coefficient": 2.0, "group_size": 0, "rows_dtype": "float64"},
 }
 

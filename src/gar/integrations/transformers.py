@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -140,9 +141,9 @@ class GARArguments:
         """Whether routers get the gradient of the balance loss."""
         return self.balance_coefficient > 0 and not self.freeze_router
 
-    @property
+    @cached_property
     def terms(self) -> list[RouterTerm]:
-        """The router losses whose coefficient is not 0."""
+        """The router losses whose coefficient is not 0; made once."""
         return terms_of(self.router_losses or [], "GARArguments.router_losses")
 
     @property
