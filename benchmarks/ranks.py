@@ -16,7 +16,8 @@ import typer
 from gar.benchmark.report import machine_line
 from gar.benchmark.settings import Bench, Setting
 from gar.cli.app import several_ranks
-from gar.cli.options import DeviceOption
+from gar.cli.options import DeviceOption, Overrides
+from gar.config import parse_overrides
 from gar.distributed import Job, device_of_rank, joined, launch
 from gar.errors import UserError
 from gar.runs.environment import resolve_device
@@ -27,6 +28,7 @@ WARMUP = 4
 
 
 def main(
+    overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Architecture; see gar bench step.")] = "deberta-v3-base",
     site: Annotated[str, typer.Option(help="lora_ffn, full_ffn or lora_head.")] = "full_ffn",
     features: Annotated[str, typer.Option(help="cached, uncached or trained.")] = "trained",
@@ -44,7 +46,9 @@ def main(
     part: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Update time, bytes exchanged and scaling on 1, 2, 4, … ranks."""
-    setting = Setting(model, site, features, precision, length=length)
+    setting = Setting(
+        model, site, features, precision, length=length, overrides=parse_overrides(overrides or ())
+    )
     if part is not None:
         with joined() as job:
             found = measured(setting, method, job, device or "auto", updates, repeats, profile)
@@ -61,7 +65,7 @@ def main(
             if launch([sys.executable, *sys.argv, "--part", str(result)], count):
                 raise SystemExit(f"{count} ranks failed")
             lines.append({"ranks": count, **json.loads(result.read_text(encoding="utf-8"))})
-    labels = {**setting.labels, "method": method, "length": length}
+    labels = {**setting.labels, "method": method, "length": length, **setting.overrides}
     machine = machine_line(where)
     print(", ".join(f"{key} {value}" for key, value in labels.items()) + f". {machine}.\n")
     print(

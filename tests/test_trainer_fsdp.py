@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from support.tiny import relative_error
-from support.torchrun import two_ranks
+from support.torchrun import on_ranks
 from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, added, training
+from support.trainer_hsdp import NAMES, sizes
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks saved: a function of the name and the rank."""
-    return two_ranks("trainer_fsdp.py", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(2, "trainer_fsdp.py", tmp_path_factory.mktemp("ranks"))
 
 
 def compare(found: dict[str, Any], alone: Any) -> None:
@@ -63,3 +64,15 @@ def test_in_bfloat16_it_is_the_float32_gradient_up_to_bfloat16(ranks: Any, tmp_p
     for key, value in exact.items():
         assert relative_error(ranks("bf16", 0)[key], value) < 0.1
         assert torch.equal(ranks("bf16", 0)[key], ranks("bf16", 1)[key])
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_train_as_one_process(tmp_path: Path) -> None:
+    """HSDP, on four ranks."""
+    (tmp_path / "ranks").mkdir()
+    ranks = on_ranks(4, "trainer_hsdp.py", tmp_path / "ranks")
+    for name in NAMES:
+        alone = training(tmp_path / name, name, **sizes(name))
+        alone.train()
+        for rank in range(4):
+            compare(ranks(name, rank), alone)

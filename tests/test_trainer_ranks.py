@@ -10,14 +10,14 @@ import torch
 
 from support.tiny import relative_error
 from support.tiny_training import cut, examples_of, gradients, make, olmoe, slow_router_gradient
-from support.torchrun import two_ranks
+from support.torchrun import on_ranks
 from support.trainer_ranks import TRAININGS, adapted, training
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks saved: a function of the name and the rank."""
-    return two_ranks("trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
+    return on_ranks(2, "trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", TRAININGS)

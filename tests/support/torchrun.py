@@ -1,4 +1,4 @@
-"""Scripts of this directory on two ranks of one machine, as torchrun starts them."""
+"""Scripts of this directory on ranks of one machine, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HERE = Path(__file__).parent
 LIMIT = 300  # seconds for all that a script does
 
 
-def two_ranks(script: str, out: Path) -> Callable[[str, int], Any]:
-    """Run ``script`` with one thread a rank on the CPU; what rank r saved as ``out/name-r.pt``, by both."""
+def on_ranks(count: int, script: str, out: Path) -> Callable[[str, int], Any]:
+    """Run ``script`` with one thread a rank on the CPU; what rank r saved as ``out/name-r.pt``."""
     paths = os.pathsep.join([str(HERE.parent), *sys.path])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     done = subprocess.run(
         [*launch, HERE / script, out],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
