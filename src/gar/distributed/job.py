@@ -76,6 +76,15 @@ class Job:
             backend = "nccl" if device.type == "cuda" else "gloo"
             self.ranks = Ranks(dist.new_group(backend=backend, timeout=TIMEOUT))
 
+    def leave(self) -> None:
+        """Leave torch.distributed; who this rank is stays known.
+
+        The threads of its groups end here: one that still holds a tensor when Python ends would abort the
+        process (pytorch/pytorch#190489), and a mistake's exit code would be lost.
+        """
+        self.ranks.group = self.control.group = None
+        dist.destroy_process_group()
+
     # ------------------------------------------------------------------ agreement
 
     def each(self, do: Callable[[], T]) -> T:
@@ -226,9 +235,15 @@ def joined() -> Iterator[Job]:
             f"the ranks cannot reach each other ({reason}); expected torchrun's environment"
         ) from error
     job = Job(Ranks.alone(), Ranks(), store)
-    with job.explained():
-        yield job
-    dist.destroy_process_group()
+    left = False
+    try:
+        with job.explained():
+            yield job
+        left = True
+    finally:
+        # A GPU may wait for ever for what a failed rank does not send.
+        if left or not job.ranks.uses_gpus:
+            job.leave()
 
 
 def device_of_rank(name: str, job: Job) -> str:

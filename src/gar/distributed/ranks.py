@@ -54,6 +54,11 @@ class Ranks:
         ranks._cuda, ranks._cpu = False, True
         return ranks
 
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether tensors can travel from GPU to GPU."""
+        return self._cuda
+
     def __repr__(self) -> str:
         return f"Ranks(rank {self.rank} of {self.count})"
 
