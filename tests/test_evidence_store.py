@@ -296,7 +296,7 @@ def slice_of(tmp_path: Path, *words: str, seconds: int = 60) -> list[str]:
         'echo x > "$2/frozen_top1/six_complete/gar/.candidates/k/seed-1000/history.jsonl"\n'
     )
     stand_in.chmod(0o755)
-    places = {"DATA": "data", "KEPT": "kept", "OUT": "out", "WORK": "work", "GAR": "gar"}
+    places = {"DATA": "data", "KEPT": "kept", "OUT": "out", "WORK": "scratch", "GAR": "gar"}
     environment = os.environ | {name: str(tmp_path / place) for name, place in places.items()}
     script = ROOT / "benchmarks" / "evidence.sh"
     subprocess.run([str(script), str(seconds), *words], env=environment, check=True, capture_output=True)
@@ -311,20 +311,20 @@ def test_a_slice_goes_on_with_what_the_last_one_kept(tmp_path: Path) -> None:
     assert [command.split()[0] for command in commands] == ["search", "sweep", "sweep"]
     assert all(command.endswith("--method=gar optimizer.updates=7") for command in commands)
     pairs, trained = commands[1:]
-    assert f"evidence_pairs --chosen {tmp_path}/work/chosen" in pairs
+    assert f"evidence_pairs --chosen {tmp_path}/scratch/chosen" in pairs
     assert "--chosen" not in trained
     assert f"--store {tmp_path}/out/evidence_pairs.csv.gz " in pairs
     assert f"--store {tmp_path}/out/evidence.csv " in trained
     for name in ("evidence.csv", "evidence_pairs.csv.gz"):
         assert (tmp_path / "out" / name).read_text() == "id\n"
-    assert (tmp_path / "work/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
+    assert (tmp_path / "scratch/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
     with tarfile.open(tmp_path / "out" / "search.tar.gz") as archive:
         names = {Path(name).name for name in archive.getnames()}
     assert {"chosen.yaml", "result.json"} <= names
     assert "history.jsonl" not in names
-    shutil.rmtree(tmp_path / "work")
+    shutil.rmtree(tmp_path / "scratch")
     slice_of(tmp_path, "pairs")  # another machine: the choices come out of the archive
-    assert (tmp_path / "work/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
+    assert (tmp_path / "scratch/chosen/frozen_top1/six_complete/gar/chosen.yaml").is_file()
 
 
 def test_a_slice_without_time_starts_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from scipy.special import stdtr, stdtrit  # scipy.stats takes longer to import than to read a hundred runs
 
 from gar.metrics._arrays import Floats, Values, real
-from gar.metrics.catalogue import METRICS, OBJECTIVES
+from gar.metrics.catalogue import METRICS, OBJECTIVES, ROUNDING
 
 
 class PairedDifference(NamedTuple):
@@ -28,7 +28,7 @@ def t_test(differences: Sequence[float] | Floats) -> float:
     """The two-sided p-value of Student's t-test that ``differences`` [S] have mean 0.
 
     It belongs to the interval of :func:`paired_difference`: below 0.05 where that excludes 0. NaN for fewer
-    than two, and where they are all equal.
+    than two, and where they are all equal up to rounding.
 
     >>> round(t_test([0.02, 0.01, 0.03]), 4)
     0.0742
@@ -37,7 +37,7 @@ def t_test(differences: Sequence[float] | Floats) -> float:
         return math.nan
     values = real(differences, "differences", "S")
     spread = float(values.std(ddof=1))
-    if spread == 0:
+    if spread <= ROUNDING:
         return math.nan
     return float(2 * stdtr(len(values) - 1, -abs(float(values.mean())) * math.sqrt(len(values)) / spread))
 

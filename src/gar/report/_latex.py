@@ -13,11 +13,11 @@ from typing import Any
 import pandas as pd
 
 from gar.metrics import METRICS, Metric, population_std
-from gar.metrics.catalogue import ROUNDING, listed
+from gar.metrics.catalogue import listed
 from gar.report._numbers import Numbers, Scope
 from gar.report._table import Cell, Row, Table
 from gar.report._text import escape_latex
-from gar.report.verdict import POINTS
+from gar.report.verdict import POINTS, side
 
 #: Width of the text in points, that of LaTeX's article. A table that is wider by more than a tenth is set in
 #: parts; the rest is made smaller.
@@ -82,9 +82,8 @@ def _marks(results: Numbers, setting: str, frame: pd.DataFrame) -> dict[tuple[st
     found = {}
     for row in frame[frame["setting"] == setting].to_dict("records"):
         if row["b"] in results.references(setting):
-            low, high = row["low"], row["high"]
-            side = "⁺" if low > ROUNDING else "⁻" if high < -ROUNDING else ""
-            found[str(row["scope"]), str(row["a"])] = side
+            mark = ("", "⁺", "⁻")[side(row["low"], row["high"])]
+            found[str(row["scope"]), str(row["a"])] = mark
     return found
 
 

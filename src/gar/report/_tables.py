@@ -11,11 +11,11 @@ import pandas as pd
 
 from gar.config import flat
 from gar.metrics import METRICS, OBJECTIVES, Metric, population_std
-from gar.metrics.catalogue import ROUNDING, listed
+from gar.metrics.catalogue import listed
 from gar.report import _grouping as grouping
 from gar.report._numbers import Numbers
 from gar.report._table import Cell, Row, Table, interval, shown
-from gar.report.verdict import POINTS
+from gar.report.verdict import POINTS, side
 from gar.runs.reading import Run, seen_name
 
 ACCURACY, STEP = METRICS["accuracy"], METRICS["step_seconds"]
@@ -251,9 +251,7 @@ def _zero(mean: float, low: float, high: float) -> str:
         return "not compared"
     if math.isnan(low):
         return "one seed: no interval"
-    if low > ROUNDING:
-        return "below the interval"
-    return "above the interval" if high < -ROUNDING else "inside the interval"
+    return ("inside the interval", "below the interval", "above the interval")[side(low, high)]
 
 
 def _task_cell(shares: pd.Series[float] | None) -> Cell:

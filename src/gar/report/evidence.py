@@ -20,7 +20,7 @@ from gar.data.load import resolve
 from gar.methods import COMPARED, PROPOSED, REFERENCE, label_of
 from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
 from gar.metrics.catalogue import ROUNDING
-from gar.report.verdict import LEAST_SEEDS, POINTS
+from gar.report.verdict import LEAST_SEEDS, POINTS, side
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, is_store, read_lines, read_points
 from gar.sweeps.suite import Suite, load_suite, shipped
 
@@ -55,11 +55,11 @@ class Difference:
 
     @property
     def better(self) -> bool:
-        return self._told and self.low > ROUNDING
+        return self._told and side(self.low, self.high) > 0
 
     @property
     def worse(self) -> bool:
-        return self._told and self.high < -ROUNDING
+        return self._told and side(self.low, self.high) < 0
 
     @property
     def _told(self) -> bool:

@@ -14,6 +14,11 @@ from gar.metrics.catalogue import ROUNDING, Metric
 LEAST_SEEDS = 3
 
 
+def side(low: float, high: float) -> int:
+    """1 where the whole interval lies above 0, -1 where it lies below, else 0; 0 where it is NaN."""
+    return (low > ROUNDING) - (high < -ROUNDING)
+
+
 class Paired(NamedTuple):
     """Mean difference over the seeds that both have; ``low`` and ``high`` are NaN where one seed is all."""
 
@@ -32,7 +37,7 @@ class Paired(NamedTuple):
         """1 where the whole interval lies above 0, -1 where it lies below, else 0; 0 for too few seeds."""
         if not self.has_interval or len(self.seeds) < LEAST_SEEDS:
             return 0
-        return (self.low > ROUNDING) - (self.high < -ROUNDING)
+        return side(self.low, self.high)
 
 
 POINTS = Metric("difference", "difference", better=1, digits=2, scale=100, unit="pp")
