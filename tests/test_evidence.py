@@ -221,6 +221,16 @@ def test_a_difference_that_is_the_learning_rate_s() -> None:
     ]
     low, high = stats.ttest_1samp(values[0] - values[1], 0).confidence_interval(0.95)
     assert f"[{100 * low:+.2f}, {100 * high:+.2f}]".replace("-", "−") in rates
+    lines += cell_lines({"gar": 0.0}, cell=("frozen_top4", "bigbench_five"))
+    short = section(text_of(lines), "In short").replace("\\", "")
+    assert "learning rates ([below](#the-learning-rates-alone)): 1 not told apart." in short
+    assert "Of their 1 differences from Baseline that are told apart, 1 are there" in short
+    # A method that is more than its rate.
+    lines += [line("rates_top1", "six_complete", "stgc", seed, 0.4 + 0.001 * seed) for seed in range(5)]
+    lines += cell_lines({"baseline": 0.0, "stgc": 0.2}, cell=("frozen_top1", "six_complete"))
+    short = section(text_of(lines), "In short").replace("\\", "")
+    assert "1 better (STGC in frozen_top1, six_complete, +" in short
+    assert "Of their 2 differences from Baseline that are told apart, 1 are there" in short
 
 
 def test_cells_of_one_task_share_a_table() -> None:

@@ -902,6 +902,19 @@ def test_torchjd_upgrad_conflicts_with_no_group() -> None:
     same(update_gradients(model, batch, method, split=[2, 3]), found, 1e-6)
 
 
+def test_torchjd_takes_what_a_learnt_task_leaves() -> None:
+    """Its gradient is so short that its square is 0, and its product with another is not."""
+    torch.manual_seed(0)  # PCGrad draws its orders
+    rows = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.5, 0.0], [-1e-23, 0.0, 1e-24]])
+    assert rows[2] @ rows[2] == 0 > rows[0] @ rows[2]
+    for name in ("PCGrad", "UPGrad", "DualProj", "MGDA", "AlignedMTL", "IMTLG"):
+        found = TorchJD(aggregator=name).combine(rows)
+        assert found.isfinite().all(), name
+    # g_1 − (g_1·g_2 / g_2·g_2) g_2 and the other way round, by hand; the third changes nothing.
+    expected = torch.tensor([1 - 0.8 - 1 + 0.5, 0.4 + 0.5, 1 + 0.5])
+    torch.testing.assert_close(TorchJD(aggregator="PCGrad").combine(rows), expected)
+
+
 def test_torchjd_takes_the_options_of_its_aggregator() -> None:
     method = TorchJD(aggregator="TrimmedMean", options={"trim_number": 1})
     assert method.check(CHOICES) is None

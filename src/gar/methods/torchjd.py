@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -51,5 +52,11 @@ class TorchJD(GradientCombination):
         return getattr(aggregation, self.aggregator)(**self.options)
 
     def combine(self, rows: Tensor) -> Tensor:
+        # Aggregators divide by squared lengths: a task that is learnt has rows whose square is 0 in float32
+        # while their products with others are not.
+        squares = torch.linalg.vector_norm(rows, dim=1, keepdim=True).square()
+        vanishing = squares < torch.finfo(rows.dtype).tiny
+        if vanishing.any():
+            rows = rows.masked_fill(vanishing, 0)
         direction: Tensor = self._build()(rows)
         return direction

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -199,6 +199,7 @@ def _short(evidence: Evidence) -> list[Part]:
     return [
         f"{head}.\n",
         *apart,
+        *_rates_in_short(evidence),
         *_without_experts(evidence),
         "",
         Table("short", "GAR − Baseline in every cell", rows),
@@ -326,39 +327,87 @@ def _by_task(evidence: Evidence, cell: Cell) -> Table:
     return Table("tasks", "GAR and Baseline by task", rows)
 
 
-def _rates(evidence: Evidence) -> list[Part]:
-    """What is left of a method's difference beside its update without the method, at the same rate."""
+class Rate(NamedTuple):
+    """A method in a cell, and Baseline's update at that method's learning rate."""
+
+    cell: Cell
+    method: str
+    learning_rate: str
+    usual: str  # Baseline's
+    whole: Difference  # the method − Baseline
+    alone: Difference  # its rate alone − Baseline
+    rest: Difference  # the method − its rate alone
+
+    @property
+    def label(self) -> str:
+        return label(self.method)
+
+
+def _at_their_rates(evidence: Evidence) -> Iterator[Rate]:
     searched_in = evidence.suites[RATES].file.chosen_from.settings
-    rows, notes = [], []
     for setting, mixture in evidence.cells([RATES]):
-        of_methods = (searched_in[setting], mixture)
-        usual = evidence.values("accuracy", *of_methods, REFERENCE)
+        cell = searched_in[setting], mixture
+        usual = evidence.values("accuracy", *cell, REFERENCE)
         for method in evidence.methods((setting, mixture)):
             alone = evidence.values("accuracy", setting, mixture, method)
-            with_it = evidence.values("accuracy", *of_methods, method)
-            rest = differences(with_it, alone)
-            contents = {
-                "setting": of_methods[0],
-                "mixture": mixture,
-                "method": label(method),
-                "learning rate": _values(evidence.rows(setting, mixture, method)["learning_rate"]),
-                "Baseline's": _values(evidence.rows(*of_methods, REFERENCE)["learning_rate"]),
-                **{
-                    f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
-                    f"{interval(POINTS, d.low, d.high, sign=True).text}"
-                    for what, d in (
-                        ("method − Baseline", differences(with_it, usual)),
-                        ("its rate alone − Baseline", differences(alone, usual)),
-                        ("method − its rate alone", rest),
-                    )
-                },
-            }
-            rows.append(Row(contents))
-            said = verdict(label(method), rest, "Baseline's update at its learning rate")
-            notes.append(f"{of_methods[0]}, {mixture}: {said}.")
+            with_it = evidence.values("accuracy", *cell, method)
+            yield Rate(
+                cell,
+                method,
+                _values(evidence.rows(setting, mixture, method)["learning_rate"]),
+                _values(evidence.rows(*cell, REFERENCE)["learning_rate"]),
+                differences(with_it, usual),
+                differences(alone, usual),
+                differences(with_it, alone),
+            )
+
+
+def _rates(evidence: Evidence) -> list[Part]:
+    """What is left of a method's difference beside its update without the method, at the same rate."""
+    rows, notes = [], []
+    for rate in _at_their_rates(evidence):
+        contents = {
+            "setting": rate.cell[0],
+            "mixture": rate.cell[1],
+            "method": rate.label,
+            "learning rate": rate.learning_rate,
+            "Baseline's": rate.usual,
+            **{
+                f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
+                f"{interval(POINTS, d.low, d.high, sign=True).text}"
+                for what, d in (
+                    ("method − Baseline", rate.whole),
+                    ("its rate alone − Baseline", rate.alone),
+                    ("method − its rate alone", rate.rest),
+                )
+            },
+        }
+        rows.append(Row(contents))
+        said = verdict(rate.label, rate.rest, "Baseline's update at its learning rate")
+        notes.append(f"{', '.join(rate.cell)}: {said}.")
     if not rows:
         return ["Not run.\n"]
     return [Table("rates", "The methods switched off, at their learning rates", rows, notes)]
+
+
+def _rates_in_short(evidence: Evidence) -> list[str]:
+    """How many of the other methods' differences are those of their learning rates."""
+    rates = list(_at_their_rates(evidence))
+    if not rates:
+        return []
+    cells: dict[str, list[str]] = defaultdict(list)
+    for rate in rates:
+        points = shown(POINTS, rate.rest.mean, sign=True).text
+        cells[kind(rate.rest)].append(f"{rate.label} in {', '.join(rate.cell)}, {points}")
+    found = [f"{len(cells[each])} {each} ({'; '.join(cells[each])})" for each in KINDS[:2] if cells[each]]
+    found += [f"{len(cells[each])} {each}" for each in KINDS[2:] if cells[each]]
+    told = [rate for rate in rates if kind(rate.whole) in KINDS[:2]]
+    alike = sum(kind(rate.alone) == kind(rate.whole) for rate in told)
+    return [
+        "- The other methods against Baseline's update at their own learning rates "
+        f"([below](#the-learning-rates-alone)): {', '.join(found)}. Of their {len(told)} differences from "
+        f"Baseline that are told apart, {alike} are there with the method switched off, too."
+    ]
 
 
 def _beside(evidence: Evidence) -> list[Part]:
