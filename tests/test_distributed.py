@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gar.distributed import (
     Layout,
     Ranks,
+    exchange,
     gather_probabilities,
     gather_rows,
     global_gram,
@@ -229,6 +230,32 @@ def test_what_is_sent_is_counted(workers: Pool) -> None:
     for _, sent in workers.run(3, _summed, tensors, 2**20):
         assert sent == 2 * 2 * 100 * 4  # its share of 100 floats from and to two others
     assert workers.run(1, _summed, tensors, 2**20)[0][1] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("used", [0, 5, 900, 8000])
+def test_of_an_embedding_only_used_rows_travel(workers: Pool, world: int, used: int) -> None:
+    size, width = exchange.VOCABULARY + 3, 4
+    random = torch.Generator().manual_seed(used)
+    tensors = []
+    for rank in range(world):
+        matrix = torch.zeros(size, width)
+        if rank != 1:  # a rank that used none
+            matrix[torch.randperm(size, generator=random)[:used]] = torch.randn(used, width, generator=random)
+        tensors.append([torch.randn(7, generator=random), matrix, torch.randn(2, 3, generator=random)])
+    if used:
+        tensors[0][1][0, 0] = float("nan")
+        tensors[-1][1][-1, -1] = float("inf")
+    found = workers.run(world, _summed, tensors, 2**20)
+    for i in range(3):
+        one = same_everywhere([own[i].view(torch.int32) for own, _ in found]).view(torch.float32)
+        twin = tensors[0][i].clone()  # in the order of the ranks: the same bits as all rows would have
+        for of_rank in tensors[1:]:
+            twin += of_rank[i]
+        assert torch.equal(one.nan_to_num(7.0), twin.nan_to_num(7.0))
+    whole = 2 * (world - 1) * -(-tensors[0][1].nbytes // world)
+    if world > 1:
+        assert (found[0][1] < whole / 2) == (used < 1000)
 
 
 def _gradients(ranks: Ranks, there: list[list[bool]]) -> list[list[float] | None]:

@@ -21,6 +21,8 @@ from gar.precision import full_precision
 
 #: What a slice of all rows takes at most, and what a bucket of gradients holds.
 SLICE_BYTES, BUCKET_BYTES = 2**28, 2**26
+#: A matrix with so many rows is the embedding of a vocabulary: its gradient has the rows of a batch's tokens.
+VOCABULARY = 2**13
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,28 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     """Every tensor becomes its sum over ranks, in place, in its own dtype; the same bits on every rank.
 
     All ranks have the same tensors in the same order. A rank sums its share of a bucket, in the order of the
-    ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes.
+    ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Of a
+    matrix with 8,192 rows or more only those travel that are not zero on some rank, if they are less than half.
     """
     if ranks.count == 1:
         return
+    rows = [_used_rows(tensor, ranks) for tensor in tensors]
+    parts = [t if index is None else t[index] for t, index in zip(tensors, rows, strict=True)]
+    _sum_all(parts, ranks, bucket_bytes)
+    for tensor, index, part in zip(tensors, rows, parts, strict=True):
+        if index is not None:
+            tensor.index_copy_(0, index, part)
+
+
+def _used_rows(tensor: Tensor, ranks: Ranks) -> Tensor | None:
+    """The rows of a large matrix that are not zero everywhere; None for what travels as it is."""
+    if tensor.ndim != 2 or len(tensor) < VOCABULARY:
+        return None
+    rows = ranks.gather(tensor.ne(0).any(1)).any(0).nonzero().squeeze(1)  # waits for the device
+    return rows if 2 * len(rows) < len(tensor) else None
+
+
+def _sum_all(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
     for bucket in _buckets(tensors, bucket_bytes):
         size = sum(tensor.numel() for tensor in bucket)
         share = -(-size // ranks.count)
