@@ -20,9 +20,7 @@ from scipy import stats
 from gar.metrics import METRICS
 from gar.report.evidence import (
     PAIRS,
-    Difference,
     Evidence,
-    differences,
     gains,
     load,
     predictor,
@@ -31,6 +29,7 @@ from gar.report.evidence import (
 )
 from gar.report.evidence_page import page
 from gar.report.evidence_summary import summary
+from gar.report.verdict import Paired
 from gar.sweeps.stored import HEAD, KEY, TRAJECTORY
 from gar.sweeps.suite import load_suite
 
@@ -247,24 +246,27 @@ def test_cells_of_one_task_share_a_table() -> None:
     assert section(text, "In short").count(r"single\_top1") >= 2
 
 
+SEEDS = (0, 1, 2, 3, 4)
+
+
 def test_words_follow_the_interval() -> None:
-    assert "GAR is better" in verdict("GAR", Difference(0.01, 0.001, 0.02, 5))
-    assert "GAR is worse" in verdict("GAR", Difference(-0.01, -0.02, -0.001, 5))
+    assert "GAR is better" in verdict("GAR", Paired(0.01, 0.001, 0.02, SEEDS))
+    assert "GAR is worse" in verdict("GAR", Paired(-0.01, -0.02, -0.001, SEEDS))
     for low, high in ((-0.001, 0.02), (0.0, 0.02), (-0.02, 0.0)):
-        said = verdict("GAR", Difference((low + high) / 2, low, high, 5))
+        said = verdict("GAR", Paired((low + high) / 2, low, high, SEEDS))
         assert said.startswith("no difference")
         assert "better" not in said
-    for equal in (Difference(0.01, 0.01, 0.01, 5), Difference(0.01, 0.005, 0.015, 2)):
+    for equal in (Paired(0.01, 0.01, 0.01, SEEDS), Paired(0.01, 0.005, 0.015, SEEDS[:2])):
         assert verdict("GAR", equal).startswith("no difference")
-    assert "one seed" in verdict("GAR", differences({0: 0.5}, {0: 0.4}))
-    assert "no seed in common" in verdict("GAR", differences({0: 0.5}, {1: 0.4}))
+    assert "one seed" in verdict("GAR", Paired.of({0: 0.5}, {0: 0.4}))
+    assert "no seed in common" in verdict("GAR", Paired.of({0: 0.5}, {1: 0.4}))
 
 
 def test_only_common_seeds_are_compared() -> None:
     both = cell_lines({"baseline": 0.0, "gar": 0.01})
     lines = [each for each in both if (part(each, "method"), part(each, "seed")) != ("gar", "0")]
     found = Evidence(lines, []).difference("accuracy", CELL, "gar", "baseline")
-    assert found.seeds == 4
+    assert len(found.seeds) == 4
     missing = section(text_of(lines), "Not run")
     # 10 seeds are planned in three mixtures; in one of them GAR has 4, Baseline 5
     row = next(each for each in missing.splitlines() if r"evidence\_frozen | frozen\_top1" in each)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from gar.methods import REFERENCE
-from gar.metrics import paired_difference
 from gar.report.verdict import LEAST_SEEDS, Paired, listing, number, points
 
 
@@ -46,15 +45,11 @@ def recommend(
     differences, winners = {}, {}
     confidence = 1 - 0.05 / max(1, sum(method != reference for method in accuracies))
     for method, found in accuracies.items():
-        common = [seed for seed in seeds if seed in found and seed in base]
-        if method == reference or not common:
+        paired = Paired.of({s: found[s] for s in seeds if s in found}, base, confidence)
+        if method == reference or not paired.seeds:
             continue
-        ours, theirs = [found[s] for s in common], [base[s] for s in common]
-        mean, low, high = paired_difference(ours, theirs, confidence)
-        nan = float("nan")
-        paired = Paired(mean, nan if low is None else low, nan if high is None else high, tuple(common))
         differences[method] = paired
-        if len(common) == len(seeds) and paired.side > 0:
+        if len(paired.seeds) == len(seeds) and paired.side > 0:
             winners[method] = fmean(found[seed] for seed in seeds)
     chosen = max(winners, key=lambda method: winners[method], default=reference)
     own = accuracies[chosen]

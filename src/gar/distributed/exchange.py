@@ -208,7 +208,8 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
 
     All ranks have the same tensors in the same order. A rank sums its share of a bucket, in the order of the
     ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Of a
-    matrix with 8,192 rows or more only those travel that are not zero on some rank, if they are less than half.
+    matrix with 8,192 rows or more only those travel that are not zero on some rank, if they are fewer than
+    half.
     """
     if ranks.count == 1:
         return

@@ -18,9 +18,8 @@ import pandas as pd
 from gar.config import MixtureConfig
 from gar.data.load import resolve
 from gar.methods import COMPARED, PROPOSED, REFERENCE, label_of
-from gar.metrics import METRICS, Prediction, holm, paired_difference, predicts
-from gar.metrics.catalogue import ROUNDING
-from gar.report.verdict import LEAST_SEEDS, POINTS, side
+from gar.metrics import METRICS, Prediction, holm, predicts
+from gar.report.verdict import POINTS, Paired
 from gar.sweeps.stored import HEAD, TRAJECTORY, follows, is_store, read_lines, read_points
 from gar.sweeps.suite import Suite, load_suite, shipped
 
@@ -38,32 +37,6 @@ PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_c
 
 Cell = tuple[str, str]
 PLACES = ("setting", "mixture", "method", "seed")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A method minus another over the seeds that both have.
-
-    Accuracies are counts: with two seeds, or where all differences are equal, an interval of width 0 is no
-    certainty, and neither better nor worse is said.
-    """
-
-    mean: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    seeds: int = 0
-
-    @property
-    def better(self) -> bool:
-        return self._told and side(self.low, self.high) > 0
-
-    @property
-    def worse(self) -> bool:
-        return self._told and side(self.low, self.high) < 0
-
-    @property
-    def _told(self) -> bool:
-        return self.seeds >= LEAST_SEEDS and self.high - self.low > ROUNDING
 
 
 class Evidence:
@@ -115,9 +88,9 @@ class Evidence:
         found = rows[metric].dropna() if metric in rows else ()
         return {int(seed): float(value) for seed, value in dict(found).items()}
 
-    def difference(self, metric: str, cell: Cell, a: str, b: str) -> Difference:
+    def difference(self, metric: str, cell: Cell, a: str, b: str) -> Paired:
         """``a - b`` over the seeds that both methods have."""
-        return differences(self.values(metric, *cell, a), self.values(metric, *cell, b))
+        return Paired.of(self.values(metric, *cell, a), self.values(metric, *cell, b))
 
     def cells(self, suites: Iterable[str]) -> Iterator[Cell]:
         """Settings and mixtures of these suites that have a run, each once."""
@@ -157,35 +130,24 @@ def _frame(lines: Sequence[Mapping[str, str]], columns: Iterable[str]) -> pd.Dat
     return frame
 
 
-def differences(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
-    """``a - b`` over common seeds, with its 95 % t interval; NaN where there is none."""
-    common = [seed for seed in a if seed in b]
-    if not common:
-        return Difference()
-    mean, low, high = paired_difference([a[s] for s in common], [b[s] for s in common])
-    if low is None or high is None:
-        return Difference(mean, seeds=1)
-    return Difference(mean, low, high, len(common))
-
-
 def label(method: str) -> str:
     """The label of a registered method, else the suite's name for it."""
     return label_of(method)
 
 
-def kind(found: Difference) -> str:
+def kind(found: Paired) -> str:
     """Which of :data:`KINDS` a difference is."""
     if math.isnan(found.low):
         return KINDS[3]
-    return KINDS[0] if found.better else KINDS[1] if found.worse else KINDS[2]
+    return KINDS[0] if found.side > 0 else KINDS[1] if found.side < 0 else KINDS[2]
 
 
-def verdict(name: str, found: Difference, other: str = "Baseline") -> str:
+def verdict(name: str, found: Paired, other: str = "Baseline") -> str:
     """A difference in accuracy in words; never a winner that the interval does not carry.
 
-    >>> verdict("GAR", Difference(0.009, 0.003, 0.016, 5))
+    >>> verdict("GAR", Paired(0.009, 0.003, 0.016, (0, 1, 2, 3, 4)))
     'GAR is better than Baseline by 0.90 points (95 % interval +0.30 to +1.60, 5 seeds)'
-    >>> verdict("GAR", Difference(0.001, -0.006, 0.008, 5))
+    >>> verdict("GAR", Paired(0.001, -0.006, 0.008, (0, 1, 2, 3, 4)))
     'no difference between GAR and Baseline is shown (+0.10 points, 95 % interval −0.60 to +0.80, 5 seeds)'
     """
     if not found.seeds:
@@ -193,9 +155,9 @@ def verdict(name: str, found: Difference, other: str = "Baseline") -> str:
     if math.isnan(found.low):
         return f"one seed says nothing of {name} and {other}"
     low, high = POINTS.bound(found.low, True), POINTS.bound(found.high, True)
-    known = f"95 % interval {low} to {high}, {found.seeds} seeds"
-    if found.better or found.worse:
-        word = "better" if found.better else "worse"
+    known = f"95 % interval {low} to {high}, {len(found.seeds)} seeds"
+    if found.side:
+        word = "better" if found.side > 0 else "worse"
         return f"{name} is {word} than {other} by {POINTS.bound(abs(found.mean))} points ({known})"
     return (
         f"no difference between {name} and {other} is shown ({POINTS.text(found.mean, True)} points, {known})"
@@ -246,7 +208,7 @@ def gains(evidence: Evidence, method: str) -> Gains:
         found.mixtures.append(cell[1])
         found.tasks.append(_tasks(suite, cell))
         found.gain.append(difference.mean)
-        found.seeds.append(difference.seeds)
+        found.seeds.append(len(difference.seeds))
         rows = evidence.rows(*cell, REFERENCE)
         points = pd.concat([by_id[i] for i in rows["id"] if i in by_id] or [evidence.points])
         for name, update in wanted:

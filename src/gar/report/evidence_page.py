@@ -31,10 +31,8 @@ from gar.report.evidence import (
     PAIRS,
     RATES,
     Cell,
-    Difference,
     Evidence,
     asked_beforehand,
-    differences,
     gains,
     kind,
     label,
@@ -43,7 +41,7 @@ from gar.report.evidence import (
     verdict,
 )
 from gar.report.evidence_figures import FIGURES
-from gar.report.verdict import POINTS, counted
+from gar.report.verdict import POINTS, Paired, counted
 
 #: A suite's setting, and the paper's that is nearest to it.
 NEAREST = {
@@ -173,7 +171,7 @@ def _made_on(evidence: Evidence) -> str:
 
 def _short(evidence: Evidence) -> list[Part]:
     """What is told apart of GAR and Baseline in words; all cells, and all methods, in a table each."""
-    found: dict[str, dict[Cell, Difference]] = defaultdict(dict)
+    found: dict[str, dict[Cell, Paired]] = defaultdict(dict)
     for cell in evidence.cells(name for name in evidence.suites if name not in APART):
         methods = evidence.methods(cell)
         for method in (m for m in methods if m != REFERENCE and REFERENCE in methods):
@@ -193,7 +191,15 @@ def _short(evidence: Evidence) -> list[Part]:
         if kind(gain) == each
     ]
     rows = [
-        Row({"setting": cell[0], "mixture": cell[1], "seeds": str(gain.seeds), **_gain(gain), "": kind(gain)})
+        Row(
+            {
+                "setting": cell[0],
+                "mixture": cell[1],
+                "seeds": str(len(gain.seeds)),
+                **_gain(gain),
+                "": kind(gain),
+            }
+        )
         for cell, gain in found[PROPOSED].items()
     ]
     return [
@@ -225,14 +231,14 @@ def _without_experts(evidence: Evidence) -> list[str]:
     ]
 
 
-def _gain(found: Difference) -> dict[str, Any]:
+def _gain(found: Paired) -> dict[str, Any]:
     return {
         "difference, pp": shown(POINTS, found.mean, sign=True),
         "95 % interval": interval(POINTS, found.low, found.high, sign=True),
     }
 
 
-def _all_methods(found: Mapping[str, Mapping[Cell, Difference]]) -> list[Row]:
+def _all_methods(found: Mapping[str, Mapping[Cell, Paired]]) -> list[Row]:
     rows = []
     for method, gains_of in found.items():
         cells: dict[str, list[str]] = defaultdict(list)
@@ -256,7 +262,7 @@ def _single_tasks(evidence: Evidence, cells: Sequence[Cell]) -> Table:
                 "method": label(method),
                 "seeds": str(len(runs)),
                 "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
-                **_gain(Difference() if method == REFERENCE else gain),
+                **_gain(Paired() if method == REFERENCE else gain),
                 "load variance": shown(METRICS["load_variance"], _mean(runs, "load_variance")),
                 "utilization": shown(METRICS["utilization"], _mean(runs, "utilization")),
                 "learning rate": _values(runs["learning_rate"]),
@@ -276,9 +282,7 @@ def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
     rows = []
     for method in evidence.methods(cell):
         runs, accuracy = evidence.rows(*cell, method), METRICS["accuracy"]
-        gain = (
-            Difference() if method == REFERENCE else evidence.difference("accuracy", cell, method, REFERENCE)
-        )
+        gain = Paired() if method == REFERENCE else evidence.difference("accuracy", cell, method, REFERENCE)
         contents = {
             "method": label(method),
             "seeds": str(len(runs)),
@@ -334,9 +338,9 @@ class Rate(NamedTuple):
     method: str
     learning_rate: str
     usual: str  # Baseline's
-    whole: Difference  # the method − Baseline
-    alone: Difference  # its rate alone − Baseline
-    rest: Difference  # the method − its rate alone
+    whole: Paired  # the method − Baseline
+    alone: Paired  # its rate alone − Baseline
+    rest: Paired  # the method − its rate alone
 
     @property
     def label(self) -> str:
@@ -356,9 +360,9 @@ def _at_their_rates(evidence: Evidence) -> Iterator[Rate]:
                 method,
                 _values(evidence.rows(setting, mixture, method)["learning_rate"]),
                 _values(evidence.rows(*cell, REFERENCE)["learning_rate"]),
-                differences(with_it, usual),
-                differences(alone, usual),
-                differences(with_it, alone),
+                Paired.of(with_it, usual),
+                Paired.of(alone, usual),
+                Paired.of(with_it, alone),
             )
 
 
@@ -456,7 +460,7 @@ def _beside(evidence: Evidence) -> list[Part]:
     return [Table("paper", "GAR − Baseline beside the paper's", rows, [note])]
 
 
-def _overlap(found: Difference, low: float, high: float) -> str:
+def _overlap(found: Paired, low: float, high: float) -> str:
     if math.isnan(found.low):
         return "one seed"
     return "overlap" if found.low <= high and low <= found.high else "are apart"
@@ -468,9 +472,7 @@ def _coefficients(evidence: Evidence) -> list[Part]:
         rows, notes = [], []
         for method in evidence.methods(cell):
             runs = evidence.rows(*cell, method)
-            gain = (
-                Difference() if method == "gar-0" else evidence.difference("accuracy", cell, method, "gar-0")
-            )
+            gain = Paired() if method == "gar-0" else evidence.difference("accuracy", cell, method, "gar-0")
             contents = {
                 "coefficient": method.removeprefix("gar-"),
                 "seeds": str(len(runs)),
@@ -503,12 +505,12 @@ def _balance(evidence: Evidence) -> list[Part]:
                 gain = evidence.difference("accuracy", cell, method, REFERENCE)
                 if (
                     method == REFERENCE
-                    or not (change.worse if down else change.better)
+                    or not (change.side < 0 if down else change.side > 0)
                     or math.isnan(gain.low)
                 ):
                     continue
                 told["changed"] += 1
-                told["better" if gain.better else "worse" if gain.worse else "neither"] += 1
+                told["better" if gain.side > 0 else "worse" if gain.side < 0 else "neither"] += 1
         word = "lower" if down else "higher"
         contents = {
             "measured": f"{METRICS[name].label} {word} than Baseline's, by its interval",
@@ -605,18 +607,18 @@ def _gain_table(evidence: Evidence) -> Table:
             if cells
             else set()
         )
-        whole = differences(
+        whole = Paired.of(
             {s: fmean(values[s] for values in by_seed) for s in seeds},
             {s: fmean(values[s] for values in bases) for s in seeds},
         )
         contents = {
             "gain of": label(method),
             "mixtures": str(len(told)),
-            "better": str(sum(each.better for each in told)),
-            "worse": str(sum(each.worse for each in told)),
+            "better": str(sum(each.side > 0 for each in told)),
+            "worse": str(sum(each.side < 0 for each in told)),
             "mean over mixtures, pp": shown(POINTS, whole.mean, sign=True),
             "95 % interval over seeds": interval(POINTS, whole.low, whole.high, sign=True),
-            "seeds with all mixtures": str(whole.seeds),
+            "seeds with all mixtures": str(len(whole.seeds)),
         }
         rows.append(Row(contents))
     return Table("gains", "Gains over Baseline in pairs and triples", rows)

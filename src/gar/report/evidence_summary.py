@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gar.methods import PROPOSED, REFERENCE
-from gar.report.evidence import APART, KINDS, Cell, Difference, Evidence, kind
-from gar.report.verdict import listing, number, signed
+from gar.report.evidence import APART, KINDS, Cell, Evidence, kind
+from gar.report.verdict import Paired, listing, number, signed
 
 #: Differences of each kind that are named, the largest.
 NAMED = 3
@@ -37,9 +37,9 @@ def summary(evidence: Evidence) -> str:
     return f"{said} Intervals are 95 %, over seeds, nominal.{absent}"
 
 
-def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Difference]]]:
+def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Paired]]]:
     """GAR against Baseline in every cell that has both, by what their interval says."""
-    kinds: dict[str, list[tuple[Cell, Difference]]] = {name: [] for name in KINDS}
+    kinds: dict[str, list[tuple[Cell, Paired]]] = {name: [] for name in KINDS}
     for cell in evidence.cells(name for name in evidence.suites if name not in APART):
         if {PROPOSED, REFERENCE} <= set(evidence.methods(cell)):
             found = evidence.difference("accuracy", cell, PROPOSED, REFERENCE)
@@ -47,9 +47,9 @@ def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Difference]]]:
     return kinds
 
 
-def _differs(found: Difference) -> str:
+def _differs(found: Paired) -> str:
     low, high = signed(100 * found.low), signed(100 * found.high)
-    return f"{signed(100 * found.mean)} points, {low} to {high}, {number(found.seeds)} seeds"
+    return f"{signed(100 * found.mean)} points, {low} to {high}, {number(len(found.seeds))} seeds"
 
 
 def _models(evidence: Evidence) -> tuple[list[str], list[str]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from gar.metrics import paired_difference
 from gar.metrics.catalogue import ROUNDING, Metric
 
 #: Fewer seeds carry no winner: accuracies are counts, and two may agree by chance.
@@ -20,12 +21,25 @@ def side(low: float, high: float) -> int:
 
 
 class Paired(NamedTuple):
-    """Mean difference over the seeds that both have; ``low`` and ``high`` are NaN where one seed is all."""
+    """Mean difference over the seeds that both have; ``low`` and ``high`` are NaN where one seed is all.
 
-    mean: float
-    low: float
-    high: float
-    seeds: tuple[int, ...]
+    Accuracies are counts: with two seeds, or where all differences are equal, an interval of width 0 is no
+    certainty, and neither better nor worse is said.
+    """
+
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, a: Mapping[int, float], b: Mapping[int, float], confidence: float = 0.95) -> Self:
+        """``a - b``, values by seed, with its t interval; NaN where no seed has both."""
+        common = tuple(seed for seed in a if seed in b)
+        if not common:
+            return cls()
+        mean, low, high = paired_difference([a[s] for s in common], [b[s] for s in common], confidence)
+        return cls(mean, math.nan if low is None else low, math.nan if high is None else high, common)
 
     @property
     def has_interval(self) -> bool:
