@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from gar.distributed.ranks import Ranks
 from gar.objective import accurate
 from gar.precision import full_precision
+
+T = TypeVar("T", bound=Tensor)
 
 #: What a slice of all rows takes at most, and what a bucket of gradients holds.
 SLICE_BYTES, BUCKET_BYTES = 2**28, 2**26
@@ -209,27 +211,33 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     """
     if ranks.count == 1:
         return
-    for bucket in _buckets(tensors, bucket_bytes):
-        size = sum(tensor.numel() for tensor in bucket)
-        share = -(-size // ranks.count)
-        rest = bucket[0].new_zeros(share * ranks.count - size)
-        flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
-        parts = ranks.turn(flat.view(ranks.count, share))
-        total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
-        for part in parts[1:]:
-            total = total + part
-        summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
-        for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(own.view(tensor.shape))
+    for bucket in buckets(tensors, bucket_bytes):
+        sum_bucket(bucket, ranks)
 
 
-def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+@torch.no_grad()
+def sum_bucket(bucket: Sequence[Tensor], ranks: Ranks) -> None:
+    """:func:`sum_tensors` of some tensors of one dtype and device, in one exchange."""
+    size = sum(tensor.numel() for tensor in bucket)
+    share = -(-size // ranks.count)
+    rest = bucket[0].new_zeros(share * ranks.count - size)
+    flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
+    parts = ranks.turn(flat.view(ranks.count, share))
+    total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
+    for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
+        tensor.copy_(own.view(tensor.shape))
+
+
+def buckets(tensors: Sequence[T], limit: int) -> Iterator[list[T]]:
     """Tensors of one dtype and device together, in order, up to ``limit`` bytes (but one at least)."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in kinds.values():
-        bucket: list[Tensor] = []
+        bucket: list[T] = []
         taken = 0
         for tensor in same:
             if bucket and taken + tensor.nbytes > limit:
