@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import AdamW
 
@@ -94,7 +94,8 @@ class Updater:
         self.overlapped: OverlappedSum | None = None
         if self.job.count > 1 and self.method.one_backward:
             # A router's gradient ends after the passes; not every pass reaches every task's head.
-            apart = {*model.bank.router.parameters(), *model.heads.parameters()}
+            heads: nn.Module = getattr(model, "heads", nn.Module())
+            apart = {*model.bank.router.parameters(), *heads.parameters()}
             steady = [parameter for parameter in self.parameters if parameter not in apart]
             self.overlapped = OverlappedSum(steady, self.job.ranks)
         one_pass = config.observation.backward == "one_pass"
