@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from gar.distributed.ranks import Ranks
 from gar.objective import accurate
 from gar.precision import full_precision
+
+T = TypeVar("T", bound=Tensor)
 
 #: What a slice of all rows takes at most, and what a bucket of gradients holds.
 SLICE_BYTES, BUCKET_BYTES = 2**28, 2**26
@@ -215,42 +217,49 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
         return
     rows = [_used_rows(tensor, ranks) for tensor in tensors]
     parts = [t if index is None else t[index] for t, index in zip(tensors, rows, strict=True)]
-    _sum_all(parts, ranks, bucket_bytes)
+    for bucket in buckets(parts, bucket_bytes):
+        sum_bucket(bucket, ranks)
     for tensor, index, part in zip(tensors, rows, parts, strict=True):
         if index is not None:
             tensor.index_copy_(0, index, part)
 
 
+def has_few_rows(tensor: Tensor) -> bool:
+    """Whether most rows of a gradient of this shape may be zero: a vocabulary's embedding has one a token."""
+    return tensor.ndim == 2 and len(tensor) >= VOCABULARY
+
+
 def _used_rows(tensor: Tensor, ranks: Ranks) -> Tensor | None:
     """The rows of a large matrix that are not zero everywhere; None for what travels as it is."""
-    if tensor.ndim != 2 or len(tensor) < VOCABULARY:
+    if not has_few_rows(tensor):
         return None
     rows = ranks.gather(tensor.ne(0).any(1)).any(0).nonzero().squeeze(1)  # waits for the device
     return rows if 2 * len(rows) < len(tensor) else None
 
 
-def _sum_all(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int) -> None:
-    for bucket in _buckets(tensors, bucket_bytes):
-        size = sum(tensor.numel() for tensor in bucket)
-        share = -(-size // ranks.count)
-        rest = bucket[0].new_zeros(share * ranks.count - size)
-        flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
-        parts = ranks.turn(flat.view(ranks.count, share))
-        total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
-        for part in parts[1:]:
-            total = total + part
-        summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
-        for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(own.view(tensor.shape))
+@torch.no_grad()
+def sum_bucket(bucket: Sequence[Tensor], ranks: Ranks) -> None:
+    """:func:`sum_tensors` of some tensors of one dtype and device, in one exchange."""
+    size = sum(tensor.numel() for tensor in bucket)
+    share = -(-size // ranks.count)
+    rest = bucket[0].new_zeros(share * ranks.count - size)
+    flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
+    parts = ranks.turn(flat.view(ranks.count, share))
+    total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
+    for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
+        tensor.copy_(own.view(tensor.shape))
 
 
-def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[T], limit: int) -> Iterator[list[T]]:
     """Tensors of one dtype and device together, in order, up to ``limit`` bytes (but one at least)."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in kinds.values():
-        bucket: list[Tensor] = []
+        bucket: list[T] = []
         taken = 0
         for tensor in same:
             if bucket and taken + tensor.nbytes > limit:

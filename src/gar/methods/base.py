@@ -118,13 +118,18 @@ class Method(BaseModel):
         return "gradients" in self.observes and all(own)
 
     @property
+    def one_backward(self) -> bool:
+        """Whether a pass is one ordinary backward, after which routers alone get gradients."""
+        return all(getattr(type(self), hook) is getattr(Method, hook) for hook in ("backward", "finish"))
+
+    @property
     def spreads(self) -> bool:
         """Whether an update's groups may be spread over ranks, whose gradients are summed.
 
         True where the gradient is a sum over passes, and a router loss is made of what an update's sites
         give: both are of the whole update there. A method with its own backward says so itself.
         """
-        return all(getattr(type(self), hook) is getattr(Method, hook) for hook in ("backward", "finish"))
+        return self.one_backward
 
     def check(self, choices: Choices) -> str | None:
         """Why this method cannot run with these choices, or None. Called before anything is loaded."""

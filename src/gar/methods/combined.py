@@ -66,6 +66,10 @@ class Combined(Method):
         return "gradients" in self.observes and not any(_has_own(part, _HOOKS) for part in self.parts)
 
     @property
+    def one_backward(self) -> bool:
+        return all(part.one_backward for part in self.parts)
+
+    @property
     def spreads(self) -> bool:
         return all(part.spreads for part in self.parts)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from gar.distributed import sum_tensors
+from gar.distributed.overlap import OverlappedSum
 from gar.methods import GroupWeights, Method, Pass, Share, Update
 from gar.nn import expert_banks
 from gar.observation import Observed, WholeGradients, observe
@@ -30,6 +31,7 @@ def fill_gradients(
     state: Any = None,
     whole: WholeGradients | None = None,
     share: Share | None = None,
+    overlapped: OverlappedSum | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> Update:
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
@@ -39,7 +41,8 @@ def fill_gradients(
     (:meth:`gar.methods.Method.initial_state`). ``whole`` serves a method with ``whole_gradients`` from update
     to update; without it ``observed`` are the modules it knows. With a ``share`` the passes are those of this
     rank's groups, and ``.grad`` is that of all ranks; ``ready`` is called after the passes, before anything
-    is exchanged.
+    is exchanged but by ``overlapped``: with it sums begin during the last pass, which needs a method with
+    ``one_backward``.
     """
     for parameter in parameters:
         parameter.grad = None
@@ -50,7 +53,8 @@ def fill_gradients(
         whole = WholeGradients(observed, parameters, factors=observation == "one_pass")
     passes: list[Pass] = []
     scratch: dict[str, Any] = {}
-    for forward in forwards:
+    forwards = list(forwards)
+    for number, forward in enumerate(forwards, 1):
         watching: contextlib.AbstractContextManager[Observed | None] = contextlib.nullcontext()
         if method.observes:
             watching = observe(
@@ -63,7 +67,9 @@ def fill_gradients(
             pass_ = Pass.of(*forward(), parameters, seen, scratch, state, whole)
             if of_groups and observation == "per_group":
                 pass_.capture_per_group()
-            method.backward(pass_)
+            last = number == len(forwards)
+            with overlapped.listening() if overlapped and last else contextlib.nullcontext():
+                method.backward(pass_)
             if of_groups and observation == "one_pass":
                 pass_.capture_one_pass()
         pass_.release()
@@ -71,13 +77,17 @@ def fill_gradients(
     banks = list(dict.fromkeys(bank for module in observed for bank in expert_banks(module)))
     update = Update(passes, parameters, banks if method.observes else [], scratch, state, share)
     ready()
+    if overlapped is not None:
+        overlapped.rest()
     with float32_products(parameters[0].device):  # whatever precision the passes had
         method.finish(update)
+    summed = overlapped.end() if overlapped is not None else set()
     for parameter in parameters:
         if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
             parameter.grad = torch.zeros_like(parameter)
     if share is not None and not update.complete:
-        sum_tensors([parameter.grad for parameter in parameters if parameter.grad is not None], share.ranks)
+        rest = (parameter.grad for parameter in parameters if parameter not in summed)
+        sum_tensors([grad for grad in rest if grad is not None], share.ranks)
     return update
 
 

@@ -13,13 +13,15 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import AdamW
 
 from gar.config import Config, OptimizerConfig
 from gar.data.batches import Group, Updates, passes
 from gar.distributed import Job
+from gar.distributed.exchange import has_few_rows
+from gar.distributed.overlap import OverlappedSum
 from gar.errors import UserError
 from gar.features.sources import Part, Source
 from gar.methods import GroupWeights, Share, Update
@@ -89,6 +91,15 @@ class Updater:
         self.optimizer = make_optimizer(model, config.optimizer)
         with _stream(model.device, self.seed, "method"):
             self.state = self.method.initial_state(model)
+        #: Sums gradients over ranks while a backward still runs.
+        self.overlapped: OverlappedSum | None = None
+        if self.job.count > 1 and self.method.one_backward:
+            # A router's gradient ends after the passes; not every pass reaches every task's head; of word
+            # embeddings, which a backward makes last, some rows are sent.
+            heads: nn.Module = getattr(model, "heads", nn.Module())
+            apart = {*model.bank.router.parameters(), *heads.parameters()}
+            steady = [p for p in self.parameters if p not in apart and not has_few_rows(p)]
+            self.overlapped = OverlappedSum(steady, self.job.ranks)
         one_pass = config.observation.backward == "one_pass"
         self.whole = (
             WholeGradients([model], self.parameters, one_pass) if self.method.whole_gradients else None
@@ -164,7 +175,7 @@ class Updater:
         rows: ChosenRows | None,
         ready: Callable[[], None] = lambda: None,
     ) -> Update:
-        """``ready`` is called once the passes are over, before anything is exchanged."""
+        """``ready`` is called once the passes are over; for update 0 nothing is exchanged before it."""
         total = len(groups) if share is None else len(share.sizes)
 
         def forward(part: Sequence[Group]) -> tuple[Tensor, GroupWeights]:
@@ -173,6 +184,9 @@ class Updater:
             units = None if rows is None else rows.of_pass(part, self.model.device)
             return losses, replace(weights, here=here, units=units)
 
+        if self.overlapped is not None:
+            # The first update may turn out to need smaller passes; nothing is exchanged before that is known.
+            self.overlapped.begin(early=number > 0)
         forwards = (partial(forward, part) for part in self.split(groups))
         with self.model.products():
             return fill_gradients(
@@ -184,6 +198,7 @@ class Updater:
                 state=self.state,
                 whole=self.whole,
                 share=share,
+                overlapped=self.overlapped,
                 ready=ready,
             )
 
