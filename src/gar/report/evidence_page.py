@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, median
-from typing import Any, NamedTuple
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from gar.methods import PROPOSED, REFERENCE
@@ -29,7 +27,6 @@ from gar.report.evidence import (
     KINDS,
     OTHERS,
     PAIRS,
-    RATES,
     Cell,
     Evidence,
     asked_beforehand,
@@ -40,6 +37,8 @@ from gar.report.evidence import (
     questions,
     verdict,
 )
+from gar.report.evidence_columns import Part, gain_columns, mean_of, routing_columns, values_of
+from gar.report.evidence_controls import forms, forms_in_short, rates, rates_in_short
 from gar.report.evidence_figures import FIGURES
 from gar.report.verdict import POINTS, Paired, counted
 
@@ -52,8 +51,6 @@ NEAREST = {
     "trained_head_top4": "roberta_head",
     "trained_head_top1": "roberta_head_top1",
 }
-SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
-
 #: The share of experts in use below which a run has hardly any.
 COLLAPSED = 0.25
 
@@ -92,8 +89,6 @@ turns its sign. All other rows explore; their p-values are permutations over mix
 method.
 """
 
-Part = str | Table
-
 
 def page(evidence: Evidence) -> tuple[str, dict[str, str]]:
     """The page as Markdown, and its figures as SVG by file name."""
@@ -111,7 +106,8 @@ def page(evidence: Evidence) -> tuple[str, dict[str, str]]:
             parts += [f"## {setting}, single tasks\n", _single_tasks(evidence, list(own))]
         for cell in (cell for cell in fresh if cell not in single):
             parts += [f"## {cell[0]}, {cell[1]}\n", *_cell_tables(evidence, cell)]
-    parts += ["## The learning rates alone\n", *_rates(evidence)]
+    parts += ["## The learning rates alone\n", *rates(evidence)]
+    parts += ["## Forms of GAR\n", *forms(evidence)]
     parts += ["## Beside the paper\n", *_beside(evidence)]
     parts += ["## Coefficient and denominator\n", *_coefficients(evidence)]
     parts += _picture(figures, "coefficients", "Difference from coefficient 0 with its 95 % interval.")
@@ -196,7 +192,7 @@ def _short(evidence: Evidence) -> list[Part]:
                 "setting": cell[0],
                 "mixture": cell[1],
                 "seeds": str(len(gain.seeds)),
-                **_gain(gain),
+                **gain_columns(gain),
                 "": kind(gain),
             }
         )
@@ -205,7 +201,8 @@ def _short(evidence: Evidence) -> list[Part]:
     return [
         f"{head}.\n",
         *apart,
-        *_rates_in_short(evidence),
+        *rates_in_short(evidence),
+        *forms_in_short(evidence),
         *_without_experts(evidence),
         "",
         Table("short", "GAR − Baseline in every cell", rows),
@@ -218,7 +215,7 @@ def _without_experts(evidence: Evidence) -> list[str]:
     kinds: Counter[str] = Counter()
     for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
         for method in evidence.methods(cell):
-            if method != "gar-0" and _mean(evidence.rows(*cell, method), "utilization") < COLLAPSED:
+            if method != "gar-0" and mean_of(evidence.rows(*cell, method), "utilization") < COLLAPSED:
                 kinds[kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
     if not kinds:
         return []
@@ -229,13 +226,6 @@ def _without_experts(evidence: Evidence) -> list[str]:
         "- Forms of GAR that leave fewer than a quarter of the experts in use, against coefficient 0 "
         f"([below](#coefficient-and-denominator)): {said}.{better}"
     ]
-
-
-def _gain(found: Paired) -> dict[str, Any]:
-    return {
-        "difference, pp": shown(POINTS, found.mean, sign=True),
-        "95 % interval": interval(POINTS, found.low, found.high, sign=True),
-    }
 
 
 def _all_methods(found: Mapping[str, Mapping[Cell, Paired]]) -> list[Row]:
@@ -262,10 +252,10 @@ def _single_tasks(evidence: Evidence, cells: Sequence[Cell]) -> Table:
                 "method": label(method),
                 "seeds": str(len(runs)),
                 "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
-                **_gain(Paired() if method == REFERENCE else gain),
-                "load variance": shown(METRICS["load_variance"], _mean(runs, "load_variance")),
-                "utilization": shown(METRICS["utilization"], _mean(runs, "utilization")),
-                "learning rate": _values(runs["learning_rate"]),
+                **gain_columns(Paired() if method == REFERENCE else gain),
+                "load variance": shown(METRICS["load_variance"], mean_of(runs, "load_variance")),
+                "utilization": shown(METRICS["utilization"], mean_of(runs, "utilization")),
+                "learning rate": values_of(runs["learning_rate"]),
                 "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
             }
             rows.append(Row(contents))
@@ -289,9 +279,9 @@ def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
             "accuracy": shown(accuracy, runs["accuracy"].mean()),
             "− Baseline, pp": shown(POINTS, gain.mean, sign=True),
             "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
-            **{METRICS[name].label: shown(METRICS[name], _mean(runs, name)) for name in SHOWN},
-            "updates": _values(runs["updates"]),
-            "learning rate": _values(runs["learning_rate"]),
+            **routing_columns(runs),
+            "updates": values_of(runs["updates"]),
+            "learning rate": values_of(runs["learning_rate"]),
             "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
         }
         rows.append(Row(contents))
@@ -324,94 +314,11 @@ def _by_task(evidence: Evidence, cell: Cell) -> Table:
         contents = {
             "task": name.removeprefix("accuracy."),
             "Baseline": shown(metric, own[name].mean()),
-            "GAR": shown(metric, _mean(evidence.rows(*cell, PROPOSED), name)),
-            **_gain(gain),
+            "GAR": shown(metric, mean_of(evidence.rows(*cell, PROPOSED), name)),
+            **gain_columns(gain),
         }
         rows.append(Row(contents))
     return Table("tasks", "GAR and Baseline by task", rows)
-
-
-class Rate(NamedTuple):
-    """A method in a cell, and Baseline's update at that method's learning rate."""
-
-    cell: Cell
-    method: str
-    learning_rate: str
-    usual: str  # Baseline's
-    whole: Paired  # the method − Baseline
-    alone: Paired  # its rate alone − Baseline
-    rest: Paired  # the method − its rate alone
-
-    @property
-    def label(self) -> str:
-        return label(self.method)
-
-
-def _at_their_rates(evidence: Evidence) -> Iterator[Rate]:
-    searched_in = evidence.suites[RATES].file.chosen_from.settings
-    for setting, mixture in evidence.cells([RATES]):
-        cell = searched_in[setting], mixture
-        usual = evidence.values("accuracy", *cell, REFERENCE)
-        for method in evidence.methods((setting, mixture)):
-            alone = evidence.values("accuracy", setting, mixture, method)
-            with_it = evidence.values("accuracy", *cell, method)
-            yield Rate(
-                cell,
-                method,
-                _values(evidence.rows(setting, mixture, method)["learning_rate"]),
-                _values(evidence.rows(*cell, REFERENCE)["learning_rate"]),
-                Paired.of(with_it, usual),
-                Paired.of(alone, usual),
-                Paired.of(with_it, alone),
-            )
-
-
-def _rates(evidence: Evidence) -> list[Part]:
-    """What is left of a method's difference beside its update without the method, at the same rate."""
-    rows, notes = [], []
-    for rate in _at_their_rates(evidence):
-        contents = {
-            "setting": rate.cell[0],
-            "mixture": rate.cell[1],
-            "method": rate.label,
-            "learning rate": rate.learning_rate,
-            "Baseline's": rate.usual,
-            **{
-                f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
-                f"{interval(POINTS, d.low, d.high, sign=True).text}"
-                for what, d in (
-                    ("method − Baseline", rate.whole),
-                    ("its rate alone − Baseline", rate.alone),
-                    ("method − its rate alone", rate.rest),
-                )
-            },
-        }
-        rows.append(Row(contents))
-        said = verdict(rate.label, rate.rest, "Baseline's update at its learning rate")
-        notes.append(f"{', '.join(rate.cell)}: {said}.")
-    if not rows:
-        return ["Not run.\n"]
-    return [Table("rates", "The methods switched off, at their learning rates", rows, notes)]
-
-
-def _rates_in_short(evidence: Evidence) -> list[str]:
-    """How many of the other methods' differences are those of their learning rates."""
-    rates = list(_at_their_rates(evidence))
-    if not rates:
-        return []
-    cells: dict[str, list[str]] = defaultdict(list)
-    for rate in rates:
-        points = shown(POINTS, rate.rest.mean, sign=True).text
-        cells[kind(rate.rest)].append(f"{rate.label} in {', '.join(rate.cell)}, {points}")
-    found = [f"{len(cells[each])} {each} ({'; '.join(cells[each])})" for each in KINDS[:2] if cells[each]]
-    found += [f"{len(cells[each])} {each}" for each in KINDS[2:] if cells[each]]
-    told = [rate for rate in rates if kind(rate.whole) in KINDS[:2]]
-    alike = sum(kind(rate.alone) == kind(rate.whole) for rate in told)
-    return [
-        "- The other methods against Baseline's update at their own learning rates "
-        f"([below](#the-learning-rates-alone)): {', '.join(found)}. Of their {len(told)} differences from "
-        f"Baseline that are told apart, {alike} are there with the method switched off, too."
-    ]
 
 
 def _beside(evidence: Evidence) -> list[Part]:
@@ -479,7 +386,7 @@ def _coefficients(evidence: Evidence) -> list[Part]:
                 "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
                 "− coefficient 0, pp": shown(POINTS, gain.mean, sign=True),
                 "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
-                **{METRICS[name].label: shown(METRICS[name], _mean(runs, name)) for name in SHOWN},
+                **routing_columns(runs),
             }
             rows.append(Row(contents))
             if method.endswith("-numerator"):
@@ -488,7 +395,7 @@ def _coefficients(evidence: Evidence) -> list[Part]:
                     "GAR without its denominator", evidence.difference("accuracy", cell, method, whole), "GAR"
                 )
                 notes.append(f"Coefficient {whole.removeprefix('gar-')}: {said}.")
-            if gain.seeds and _mean(runs, "utilization") < COLLAPSED:
+            if gain.seeds and mean_of(runs, "utilization") < COLLAPSED:
                 said = verdict(method.removeprefix("gar-"), gain, "coefficient 0")
                 notes.append(f"Fewer than a quarter of the experts are in use, and {said}.")
         parts.append(Table("coefficients", f"{cell[0]}, {cell[1]}", rows, notes))
@@ -653,11 +560,3 @@ def _not_run(evidence: Evidence) -> list[Part]:
         if rows
         else ["All planned runs are stored.\n"]
     )
-
-
-def _mean(rows: pd.DataFrame, name: str) -> float:
-    return float(rows[name].mean()) if name in rows and rows[name].notna().any() else math.nan
-
-
-def _values(column: pd.Series[float]) -> str:
-    return ", ".join(f"{value:g}" for value in sorted(set(column.dropna())))

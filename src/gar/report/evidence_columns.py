@@ -1,0 +1,37 @@
+"""Columns that several tables of the evidence share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from gar.metrics import METRICS
+from gar.report._table import Table, interval, shown
+from gar.report.verdict import POINTS, Paired
+
+SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
+
+Part = str | Table
+
+
+def gain_columns(found: Paired) -> dict[str, Any]:
+    """A difference in accuracy."""
+    return {
+        "difference, pp": shown(POINTS, found.mean, sign=True),
+        "95 % interval": interval(POINTS, found.low, found.high, sign=True),
+    }
+
+
+def routing_columns(runs: pd.DataFrame) -> dict[str, Any]:
+    """Means of the metrics of routing."""
+    return {METRICS[name].label: shown(METRICS[name], mean_of(runs, name)) for name in SHOWN}
+
+
+def mean_of(rows: pd.DataFrame, name: str) -> float:
+    return float(rows[name].mean()) if name in rows and rows[name].notna().any() else math.nan
+
+
+def values_of(column: pd.Series[float]) -> str:
+    return ", ".join(f"{value:g}" for value in sorted(set(column.dropna())))

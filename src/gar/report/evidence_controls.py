@@ -1,0 +1,226 @@
+"""What a difference from Baseline is made of: the learning rate, the objective's form, fewer experts."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from gar.methods import REFERENCE
+from gar.metrics import METRICS, holm, t_test
+from gar.report._table import Row, Table, interval, shown
+from gar.report.evidence import FEW, FORMS, KINDS, RATES, Cell, Evidence, kind, label, verdict
+from gar.report.evidence_columns import Part, gain_columns, routing_columns, values_of
+from gar.report.verdict import LEAST_SEEDS, POINTS, Paired, listing
+
+#: An adjusted p-value below it is a finding.
+LEVEL = 0.05
+
+
+def tally(found: Iterable[tuple[Paired, str]]) -> str:
+    """How many differences are of each of :data:`KINDS`; those that are told apart by their names."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for difference, name in found:
+        named[kind(difference)].append(f"{name}, {shown(POINTS, difference.mean, sign=True).text}")
+    counts = [
+        f"{len(named[each])} {each}" + (f" ({'; '.join(named[each])})" if each in KINDS[:2] else "")
+        for each in KINDS
+        if named[each]
+    ]
+    return ", ".join(counts)
+
+
+# ---------------------------------------------------------------------- learning rates
+
+
+class Rate(NamedTuple):
+    """A method in a cell, and Baseline's update at that method's learning rate."""
+
+    cell: Cell
+    method: str
+    learning_rate: str
+    usual: str  # Baseline's
+    whole: Paired  # the method − Baseline
+    alone: Paired  # its rate alone − Baseline
+    rest: Paired  # the method − its rate alone
+
+    @property
+    def label(self) -> str:
+        return label(self.method)
+
+
+def at_their_rates(evidence: Evidence) -> Iterator[Rate]:
+    searched_in = evidence.suites[RATES].file.chosen_from.settings
+    for setting, mixture in evidence.cells([RATES]):
+        cell = searched_in[setting], mixture
+        usual = evidence.values("accuracy", *cell, REFERENCE)
+        for method in evidence.methods((setting, mixture)):
+            alone = evidence.values("accuracy", setting, mixture, method)
+            with_it = evidence.values("accuracy", *cell, method)
+            yield Rate(
+                cell,
+                method,
+                values_of(evidence.rows(setting, mixture, method)["learning_rate"]),
+                values_of(evidence.rows(*cell, REFERENCE)["learning_rate"]),
+                Paired.of(with_it, usual),
+                Paired.of(alone, usual),
+                Paired.of(with_it, alone),
+            )
+
+
+def rates(evidence: Evidence) -> list[Part]:
+    """What is left of a method's difference beside its update without the method, at the same rate."""
+    rows, notes = [], []
+    for rate in at_their_rates(evidence):
+        contents = {
+            "setting": rate.cell[0],
+            "mixture": rate.cell[1],
+            "method": rate.label,
+            "learning rate": rate.learning_rate,
+            "Baseline's": rate.usual,
+            **{
+                f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
+                f"{interval(POINTS, d.low, d.high, sign=True).text}"
+                for what, d in (
+                    ("method − Baseline", rate.whole),
+                    ("its rate alone − Baseline", rate.alone),
+                    ("method − its rate alone", rate.rest),
+                )
+            },
+        }
+        rows.append(Row(contents))
+        said = verdict(rate.label, rate.rest, "Baseline's update at its learning rate")
+        notes.append(f"{', '.join(rate.cell)}: {said}.")
+    if not rows:
+        return ["Not run.\n"]
+    return [Table("rates", "The methods switched off, at their learning rates", rows, notes)]
+
+
+def rates_in_short(evidence: Evidence) -> list[str]:
+    """How many of the other methods' differences are those of their learning rates."""
+    found_rates = list(at_their_rates(evidence))
+    if not found_rates:
+        return []
+    found = tally((rate.rest, f"{rate.label} in {', '.join(rate.cell)}") for rate in found_rates)
+    told = [rate for rate in found_rates if kind(rate.whole) in KINDS[:2]]
+    alike = sum(kind(rate.alone) == kind(rate.whole) for rate in told)
+    return [
+        "- The other methods against Baseline's update at their own learning rates "
+        f"([below](#the-learning-rates-alone)): {found}. Of their {len(told)} differences from "
+        f"Baseline that are told apart, {alike} are there with the method switched off, too."
+    ]
+
+
+# ---------------------------------------------------------------------- the objective's form
+
+ABOUT_FORMS = """\
+`evidence_top4` explores: 19 forms and coefficients of GAR at one learning rate, five seeds. `evidence_strong`
+asks again: the three forms at coefficient 1, fixed before it ran, on ten other seeds, at Baseline's searched
+learning rate, on two more mixtures. `evidence_few` is Baseline with as many experts as those forms left in
+use: what fewer experts gain alone. p-values are of paired t-tests, adjusted by Holm's method for all lines
+of a suite.
+"""
+
+
+class Form(NamedTuple):
+    """A form of GAR in a cell, beside Baseline."""
+
+    cell: Cell
+    method: str
+    gain: Paired
+    p: float  # adjusted for all forms of its suite
+
+    @property
+    def place(self) -> str:
+        return f"{self.method} in {', '.join(self.cell)}"
+
+
+def forms_of(evidence: Evidence, suite: str) -> list[Form]:
+    """All forms of a suite in all its cells."""
+    found = [
+        (cell, method)
+        for cell in evidence.cells([suite])
+        for method in evidence.methods(cell)
+        if method != REFERENCE
+    ]
+    gains = [evidence.difference("accuracy", cell, method, REFERENCE) for cell, method in found]
+    ps = []
+    for (cell, method), gain in zip(found, gains, strict=True):
+        ours, theirs = (evidence.values("accuracy", *cell, name) for name in (method, REFERENCE))
+        own = [ours[seed] - theirs[seed] for seed in gain.seeds]
+        ps.append(t_test(own) if len(own) >= LEAST_SEEDS else math.nan)
+    adjusted = holm(ps)
+    return [Form(*place, gain, p) for place, gain, p in zip(found, gains, adjusted, strict=True)]
+
+
+def forms(evidence: Evidence) -> list[Part]:
+    """A table for every cell of the suites of forms, with adjusted p-values; fewer experts beside them."""
+    parts: list[Part] = []
+    for suite in FORMS:
+        found = forms_of(evidence, suite)
+        for cell in dict.fromkeys(form.cell for form in found):
+            usual = evidence.rows(*cell, REFERENCE)
+            rows = [
+                Row({"form": label(REFERENCE), "seeds": str(len(usual)), **_columns(usual, Paired(), "–")})
+            ]
+            for form in (form for form in found if form.cell == cell):
+                runs, adjusted = (
+                    evidence.rows(*cell, form.method),
+                    f"{form.p:.2g}" if not math.isnan(form.p) else "–",
+                )
+                rows.append(
+                    Row({"form": form.method, "seeds": str(len(runs)), **_columns(runs, form.gain, adjusted)})
+                )
+            parts.append(Table("forms", f"{suite}: {', '.join(cell)}", rows))
+        if found:
+            parts.append(f"{_told(suite, found)}\n")
+    return [ABOUT_FORMS, *parts, *_few(evidence)] if parts else ["Not run.\n"]
+
+
+def _columns(runs: pd.DataFrame, gain: Paired, adjusted: str) -> dict[str, Any]:
+    return {
+        "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+        **gain_columns(gain),
+        "p, adjusted": adjusted,
+        **routing_columns(runs),
+        "learning rate": values_of(runs["learning_rate"]),
+        "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
+    }
+
+
+def forms_in_short(evidence: Evidence) -> list[str]:
+    """What the suites of forms say, in a line each."""
+    return [f"- {_told(suite, found)}" for suite in FORMS if (found := forms_of(evidence, suite))]
+
+
+def _told(suite: str, found: Sequence[Form]) -> str:
+    """How many forms their own interval tells apart from Baseline, and how many all of them together."""
+    apart = [form for form in found if kind(form.gain) in KINDS[:2]]
+    left = [form.place for form in apart if form.p < LEVEL]
+    tested = sum(not math.isnan(form.p) for form in found)
+    after = f"; {listing(left) if left else 'none of these'} after Holm's correction for {tested}"
+    return (
+        f"Forms of GAR in `{suite}` ([forms](#forms-of-gar)) against Baseline: "
+        f"{tally((form.gain, form.place) for form in found)}{after if apart else ''}."
+    )
+
+
+def _few(evidence: Evidence) -> list[Part]:
+    beside = {"few_top4": "strong_top4", "few_top1": "strong_top1"}
+    rows = []
+    for setting, mixture in evidence.cells([FEW]):
+        runs = evidence.rows(setting, mixture, REFERENCE)
+        ours = evidence.values("accuracy", setting, mixture, REFERENCE)
+        gain = Paired.of(ours, evidence.values("accuracy", beside[setting], mixture, REFERENCE))
+        contents = {
+            "setting": setting,
+            "mixture": mixture,
+            "seeds": str(len(runs)),
+            "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+            **gain_columns(gain),
+        }
+        rows.append(Row(contents))
+    return [Table("few", "Baseline with fewer experts, − Baseline with eight", rows)] if rows else []
