@@ -59,6 +59,8 @@ def rows_of(name: str) -> datasets.Dataset:
         if name == "few tokens":
             ids = ids[:3] if second else (ids * 5)[:20]
             labels = ids
+        if second and name == "no labels":
+            ids = ids[:4]
         if second and name in ("no labels", "only padding", "one token"):
             labels = [-100] * len(ids)
         if (second and name in ("only padding", "one token")) or (name == "nothing at all" and n < 8):
