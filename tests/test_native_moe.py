@@ -122,6 +122,17 @@ def test_autocast_rounds_and_no_more(family: str) -> None:
         assert relative_error(again.gates.detach(), site.routing.gates) < 1e-6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_how_many_experts_a_token_chooses_is_known_of_padding_too(family: str) -> None:
+    seen = see(tiny_moe(family), slow=False)
+    model, ids = tiny_moe(family), torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    with gar.observe(model, gradients=False) as observed:
+        model(input_ids=ids, attention_mask=torch.zeros_like(ids))
+    for site, empty in zip(seen.observed.sites, observed.sites, strict=True):
+        assert site.choices == empty.choices == int(site.routing.selected.sum(-1).max())
+        assert not empty.routing.selected.any()
+
+
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional
 
 import gar
 from gar.integrations import GARArguments
 from gar.integrations._terms import able
 from gar.methods import REGISTRY, RouterTerm, register
-from support import oracles
 from support.tiny import relative_error
-from support.tiny_training import Gradients, examples_of, gradients, make, olmoe, pad
+from support.tiny_training import Gradients, examples_of, gradients, make, slow_losses
 
 TOP_K = 2
 LOSSES: dict[str, list[str]] = {
@@ -27,35 +24,6 @@ LOSSES: dict[str, list[str]] = {
     "simbal": ["simbal=0.2"],
     "all": ["zloss=0.3", "global_balance=0.5", "simbal=0.2"],
 }
-
-
-def slow_losses(losses: Sequence[str], examples: Sequence[dict[str, Any]]) -> tuple[float, Gradients]:
-    """The losses in one update of ``examples``, and what they add to the gradient of each router; float64."""
-    model = olmoe()
-    seen: dict[int, Tensor] = {}
-    for n, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(
-            lambda module, args, out, n=n: seen.__setitem__(n, args[0].detach())
-        )
-    batch = pad([{k: v for k, v in e.items() if k != "group"} for e in examples])
-    model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    valid = batch["attention_mask"].flatten().bool()
-    found, value = {}, 0.0
-    for n, layer in enumerate(model.model.layers):
-        weight = layer.mlp.gate.weight
-        z = functional.linear(seen[n], weight)[valid]
-        chosen = torch.zeros_like(z).scatter(1, z.topk(TOP_K, -1).indices, 1.0)
-        total = torch.zeros((), dtype=torch.float64)
-        for name, _, coefficient in (text.partition("=") for text in losses):
-            of_name = {
-                "zloss": oracles.z_loss(z),
-                "global_balance": oracles.global_balance(z, chosen),
-                "simbal": oracles.simbal(weight),
-            }
-            total = total + float(coefficient) * of_name[name]
-        value += float(total.detach())
-        found[f"model.layers.{n}.mlp.gate.weight"] = torch.autograd.grad(total, weight)[0]
-    return value, found
 
 
 @pytest.mark.numerics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gar.integrations import GARArguments, GARMixin, GARTrainer
+from support import oracles
 from support.tiny_moe import tiny_moe
 
 VOCABULARY = 29
@@ -32,7 +33,7 @@ def texts(count: int, seed: int = 0, short: bool = True) -> datasets.Dataset:
 
 
 def pad(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A collator that knows its own columns only, and chokes on text."""
+    """A collator that knows its own columns only, and chokes on text; token 0 is padding."""
     width = max(len(example["input_ids"]) for example in examples)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for example in examples:
@@ -40,7 +41,7 @@ def pad(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         free = width - len(example["input_ids"])
         rows["input_ids"].append([*example["input_ids"], *[0] * free])
         rows["labels"].append([*example["labels"], *[-100] * free])
-        rows["attention_mask"].append([1] * (width - free) + [0] * free)
+        rows["attention_mask"].append([*(int(token != 0) for token in example["input_ids"]), *[0] * free])
     return {name: torch.tensor(values) for name, values in rows.items()}
 
 
@@ -202,3 +203,37 @@ def slow_router_gradient(
         )
         found[f"model.layers.{n}.mlp.gate.weight"] = torch.autograd.grad(loss, weight, retain_graph=True)[0]
     return found
+
+
+SLOW: dict[str, Callable[..., Tensor]] = {
+    "zloss": oracles.z_loss,
+    "global_balance": oracles.global_balance,
+    "simbal": oracles.simbal,
+}
+
+
+def slow_losses(
+    losses: Sequence[str], examples: Sequence[Mapping[str, Any]], model: Any = None
+) -> tuple[float, Gradients]:
+    """The losses in one update of ``examples``, and what they add to the gradient of each router; float64."""
+    model = olmoe() if model is None else model
+    seen: dict[int, Tensor] = {}
+    for n, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, out, n=n: seen.__setitem__(n, args[0].detach())
+        )
+    batch = pad([{k: v for k, v in e.items() if k != "group"} for e in examples])
+    model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    valid = batch["attention_mask"].flatten().bool()
+    found, value = {}, 0.0
+    for n, layer in enumerate(model.model.layers):
+        weight = layer.mlp.gate.weight
+        z = functional.linear(seen[n], weight)[valid]
+        chosen = torch.zeros_like(z).scatter(1, z.topk(model.config.num_experts_per_tok, -1).indices, 1.0)
+        total = torch.zeros((), dtype=torch.float64)
+        for name, _, coefficient in (text.partition("=") for text in losses):
+            arguments = {"zloss": (z,), "global_balance": (z, chosen), "simbal": (weight,)}[name]
+            total = total + float(coefficient) * SLOW[name](*arguments)
+        value += float(total.detach())
+        found[f"model.layers.{n}.mlp.gate.weight"] = torch.autograd.grad(total, weight)[0]
+    return value, found

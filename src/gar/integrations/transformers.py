@@ -479,7 +479,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         texts, own = update.texts[number], update.own[number][0]
         split = None if texts is None else Grouping(texts.flatten().cpu(), len(own))
         routings = [by_text(site.routing, split) for site in sites]
-        groups = update.cut(self._group_size(update, routings))
+        groups = update.cut(self._group_size(update, sites))
         weight = self.item_weight(sum(update.own[number][1]), num_items_in_batch)
         items = torch.tensor(groups.items, device=getattr(weight, "device", None))
         items = items.to(torch.float32 if items.device.type == "mps" else torch.float64)
@@ -526,14 +526,11 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             routing = full if options.probabilities == "softmax" else routing
         return Grouping(members, count).sum(routing.example_gates()), soft
 
-    def _group_size(self, update: _Update, routings: Sequence[Routing]) -> int:
+    def _group_size(self, update: _Update, sites: Sequence[SiteObservation]) -> int:
         if self._ratio is None:
-            chosen = [routings[place] for place in self._chosen] or routings
-            own = max(
-                routing.gates.shape[-1] / max(1, int(routing.selected.sum(-1).max())) for routing in chosen
-            )
-            # Ranks cut groups alike; one with nothing but padding would see fewer choices.
-            self._ratio = min(Ranks().collect(own))
+            # Without an exchange: a rank may have fewer micro-batches, and all meet in the last one.
+            chosen = [sites[place] for place in self._chosen] or sites
+            self._ratio = max(site.routing.gates.shape[-1] / site.choices for site in chosen)
         if self.gar.group_size is not None:
             return self.gar.group_size
         return automatic_size(update.size, self._ratio)

@@ -290,6 +290,12 @@ class NativeSiteObservation(SiteObservation):
         return self._routing(seen.index, seen.weights, seen.logits)
 
     @property
+    def choices(self) -> int:
+        self._seen.require_forward()
+        assert self._seen.index is not None
+        return self._seen.index.shape[-1]
+
+    @property
     def router(self) -> nn.Module:
         return self._seen.router
 

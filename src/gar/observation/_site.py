@@ -52,6 +52,12 @@ class SiteObservation:
         return self._record.require_forward()[1]
 
     @property
+    def choices(self) -> int:
+        """How many experts a unit chooses, k; a forward of nothing but padding says it too."""
+        choices: int = self.bank.router.top_k
+        return choices
+
+    @property
     def router(self) -> nn.Module:
         """What decides here, adapters included; a router loss reaches its trainable parameters."""
         router: nn.Module = self.bank.router
