@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor, nn
 
 from gar.config import Config
-from gar.distributed import Job, RankLost, Ranks, sum_gradients
+from gar.distributed import Job, RankLost, Ranks, exchange, sum_gradients
 from gar.distributed.overlap import OverlappedSum
 from gar.features.sources import make_sources
 from gar.training import Updater
@@ -439,6 +439,37 @@ def test_routers_and_the_heads_of_tasks_are_summed_after_the_passes(
     assert left == {name for name in trained if any(part in name.split(".") for part in parts)}
     assert all(any(part in name.split(".") for name in left) for part in parts)
     assert left != trained
+
+
+def _with_vocabulary(ranks: Ranks, config: Config, rows: int) -> tuple[list[Named], set[str], int]:
+    """Gradients of three updates where matrices of ``rows`` rows and more are embeddings; bytes sent."""
+    before, exchange.VOCABULARY = exchange.VOCABULARY, rows
+    try:
+        left, _ = _left_out(ranks, config)
+        model, mixture = tiny_runs.load(config, randomized=True)
+        source, *_ = make_sources(model, mixture, config.cache)
+        updater = Updater(model.train(), source, config, ["mood", "nli"], job=Job(ranks, Ranks(ranks.group)))
+        found = []
+        for number in range(3):
+            updater.run(number)
+            found.append(tiny.named_gradients(model))
+        return found, left, ranks.bytes
+    finally:
+        exchange.VOCABULARY = before
+
+
+def test_word_embeddings_are_sent_by_their_rows(workers: Pool, world: Path) -> None:
+    few = {"mixture__batch_size": 1, "mixture__group_size": 1}  # texts, so that not all words occur
+    config = make_config(world, backbone__trainable=True, method={"name": "gar", "coefficient": 1.0}, **few)
+    name = "backbone.embeddings.word_embeddings.weight"
+    size = len(dict(tiny_runs.load(config)[0].named_parameters())[name])
+    by_rows = workers.run(2, _with_vocabulary, config, size)
+    whole = workers.run(2, _with_vocabulary, config, size + 1)
+    for (mine, left, sent), (theirs, all_left, all_sent) in zip(by_rows, whole, strict=True):
+        assert left - all_left == {name}
+        for number in range(3):
+            assert same_bits(mine[number], theirs[number])
+        assert sent < all_sent
 
 
 # ---------------------------------------------------------------------- a rank that ends during it
