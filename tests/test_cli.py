@@ -226,6 +226,9 @@ def test_a_run_that_never_began_leaves_no_directory(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # where no hub answers it is asked again
     assert run(["train", str(file), "backbone.name=nowhere"]) == 2
     assert not Path("runs").exists()
     Path("runs").mkdir()
