@@ -243,6 +243,9 @@ def test_of_an_embedding_only_used_rows_travel(workers: Pool, world: int, used: 
         if rank != 1:  # a rank that used none
             matrix[torch.randperm(size, generator=random)[:used]] = torch.randn(used, width, generator=random)
         tensors.append([torch.randn(7, generator=random), matrix, torch.randn(2, 3, generator=random)])
+    tensors[0][1][1] = 0.0
+    for of_rank in tensors[1:]:
+        of_rank[1][1] = -0.0
     if used:
         tensors[0][1][0, 0] = float("nan")
         tensors[-1][1][-1, -1] = float("inf")

@@ -233,7 +233,8 @@ def _used_rows(tensor: Tensor, ranks: Ranks) -> Tensor | None:
     """The rows of a large matrix that are not zero everywhere; None for what travels as it is."""
     if not has_few_rows(tensor):
         return None
-    rows = ranks.gather(tensor.ne(0).any(1)).any(0).nonzero().squeeze(1)  # waits for the device
+    used = tensor.ne(0).logical_or_(tensor.signbit()).any(1)  # -0.0 here may be 0.0 there: their sum is one
+    rows = ranks.gather(used).any(0).nonzero().squeeze(1)  # waits for the device
     return rows if 2 * len(rows) < len(tensor) else None
 
 

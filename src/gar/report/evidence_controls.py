@@ -163,28 +163,22 @@ def forms(evidence: Evidence) -> list[Part]:
         found = forms_of(evidence, suite)
         for cell in dict.fromkeys(form.cell for form in found):
             usual = evidence.rows(*cell, REFERENCE)
-            rows = [
-                Row({"form": label(REFERENCE), "seeds": str(len(usual)), **_columns(usual, Paired(), "–")})
-            ]
+            rows = [Row({"form": label(REFERENCE), **_columns(usual, Paired(), math.nan)})]
             for form in (form for form in found if form.cell == cell):
-                runs, adjusted = (
-                    evidence.rows(*cell, form.method),
-                    f"{form.p:.2g}" if not math.isnan(form.p) else "–",
-                )
-                rows.append(
-                    Row({"form": form.method, "seeds": str(len(runs)), **_columns(runs, form.gain, adjusted)})
-                )
+                runs = evidence.rows(*cell, form.method)
+                rows.append(Row({"form": form.method, **_columns(runs, form.gain, form.p)}))
             parts.append(Table("forms", f"{suite}: {', '.join(cell)}", rows))
         if found:
             parts.append(f"{_told(suite, found)}\n")
     return [ABOUT_FORMS, *parts, *_few(evidence)] if parts else ["Not run.\n"]
 
 
-def _columns(runs: pd.DataFrame, gain: Paired, adjusted: str) -> dict[str, Any]:
+def _columns(runs: pd.DataFrame, gain: Paired, adjusted: float) -> dict[str, Any]:
     return {
+        "seeds": str(len(runs)),
         "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
         **gain_columns(gain),
-        "p, adjusted": adjusted,
+        "p, adjusted": "–" if math.isnan(adjusted) else f"{adjusted:.2g}",
         **routing_columns(runs),
         "learning rate": values_of(runs["learning_rate"]),
         "own": ", ".join(dict.fromkeys(map(str, runs["hyperparameters"].fillna("")))),
