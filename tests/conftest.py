@@ -1,11 +1,15 @@
 """Every test starts from the same random state, and draws the same examples every time."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from support import tiny_runs
+from support.ranks import Pool, pool
 
 # A shell starts background jobs with SIGINT ignored; tests of interruption expect it as in a terminal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -42,3 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny backbone and the files of two tasks."""
+    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Pool]:
+    with pool(3) as found:
+        yield found

@@ -36,11 +36,6 @@ TOKENS = TokenizedSplit(
 )
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 def fill(writer: Writer) -> None:
     """Three examples of 4, 2 and 3 tokens, out of order; the padding must not reach the file."""
     for i, length in ((2, 3), (0, 4), (1, 2)):

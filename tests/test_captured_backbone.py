@@ -29,11 +29,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 RATE = 2.0**-9  # a power of two: captured steps keep the rate in float32
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW as on a GPU, where it can be told on the device to change nothing."""

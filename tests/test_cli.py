@@ -31,11 +31,6 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
 def file(world: Path) -> Path:
     """A YAML file with paths relative to itself."""
     tree = tiny_runs.tree(world)

@@ -39,11 +39,6 @@ FORK = multiprocessing.get_context("fork")
 FILES = (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 def saved(directory: Path) -> dict[str, torch.Tensor]:
     return weights(MultiTaskModel.from_pretrained(directory / "model"))
 

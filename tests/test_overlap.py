@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,10 @@ from gar.distributed.overlap import OverlappedSum
 from gar.features.sources import make_sources
 from gar.training import Updater
 from support import tiny, tiny_runs
-from support.ranks import Pool, pool
+from support.ranks import Pool
 from support.tiny_runs import make_config, same_bits
 
 Named = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Pool]:
-    with pool(3) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
 
 
 class Told(Ranks):

@@ -36,11 +36,6 @@ SWITCHES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     yield

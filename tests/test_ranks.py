@@ -8,7 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,23 +32,12 @@ from gar.runs.history import read_lines
 from gar.training import Hooks, Interrupted, TrainingFailure, Updater, fill_gradients, train_from_config
 from gar.training.updater import balanced
 from support import tiny, tiny_runs
-from support.ranks import Pool, pool
+from support.ranks import Pool
 from support.tiny_runs import largest_difference, make_config, same_bits, weights
 from support.waiting import until
 
 SITES = ("lora_ffn", "full_ffn", "lora_head")
 Named = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Pool]:
-    with pool(3) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
 
 
 def job_of(ranks: Ranks) -> Job:

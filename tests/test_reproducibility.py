@@ -27,12 +27,7 @@ from gar.runs.environment import computing_threads
 from gar.training import train_from_config
 from gar.training.updater import Updater, dropout_mask
 from support.tiny_backbones import Directories, logits_of, make_model
-from support.tiny_runs import load, make_config, make_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
+from support.tiny_runs import load, make_config
 
 
 @pytest.fixture(scope="module")

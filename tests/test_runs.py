@@ -34,11 +34,6 @@ from support.tiny_runs import make_config, same_bits, weights
 FORK = multiprocessing.get_context("fork")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 def saved(directory: Path) -> dict[str, torch.Tensor]:
     return weights(MultiTaskModel.from_pretrained(directory / "model"))
 

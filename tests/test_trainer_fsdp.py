@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from support import trainer_shares
 from support.tiny import relative_error
-from support.torchrun import on_ranks
-from support.trainer_fsdp import ADAPTERS, TRAININGS, adapted, added, training
+from support.torchrun import on_ranks, saved_by
+from support.trainer_fsdp import ADAPTERS, SHARES, TRAININGS, adapted, added, training
 from support.trainer_hsdp import NAMES, sizes
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks saved: a function of the name and the rank."""
-    return on_ranks(2, "trainer_fsdp.py", tmp_path_factory.mktemp("ranks"))
+ranks = saved_by("trainer_fsdp.py")
 
 
 def compare(found: dict[str, Any], alone: Any) -> None:
@@ -37,6 +34,20 @@ def test_sharded_ranks_train_as_one_process(name: str, ranks: Any, tmp_path: Pat
     alone.train()
     for rank in (0, 1):
         compare(ranks(name, rank), alone)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_unequal_shares_of_sharded_ranks(name: str, ranks: Any, tmp_path: Path) -> None:
+    alone = trainer_shares.training(tmp_path, name, trainer_shares.LOSSES["all"])
+    alone.train()
+    for rank in (0, 1):
+        compare(ranks(name, rank), alone)
+
+
+def test_ranks_of_unequal_micro_batches_are_told_not_left_waiting(ranks: Any) -> None:
+    """FSDP gathers weights from all ranks in each micro-batch; the second rank has one less."""
+    for rank in (0, 1):
+        assert "ranks have 2, 1 micro-batches in an update" in ranks("refused", rank)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

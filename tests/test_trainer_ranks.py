@@ -10,14 +10,10 @@ import torch
 
 from support.tiny import relative_error
 from support.tiny_training import cut, examples_of, gradients, make, olmoe, slow_router_gradient
-from support.torchrun import on_ranks
+from support.torchrun import saved_by
 from support.trainer_ranks import TRAININGS, adapted, training
 
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks saved: a function of the name and the rank."""
-    return on_ranks(2, "trainer_ranks.py", tmp_path_factory.mktemp("ranks"))
+ranks = saved_by("trainer_ranks.py")
 
 
 @pytest.mark.parametrize("name", TRAININGS)

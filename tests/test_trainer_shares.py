@@ -11,7 +11,7 @@ import torch
 
 from support.tiny import relative_error
 from support.tiny_training import Gradients, cut, gradients, slow_losses, slow_router_gradient
-from support.torchrun import on_ranks
+from support.torchrun import saved_by
 from support.trainer_shares import LOSSES, MEANS, ROWS, SHARES, TRAININGS, model, rows_of, training
 
 #: Examples of the first update, where they are not four a rank.
@@ -19,10 +19,7 @@ FIRST = {"two examples less": 6, "a micro-batch less": 12}
 PLAIN = {"coefficient": 0.0}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks saved: a function of the name and the rank."""
-    return on_ranks(2, "trainer_shares.py", tmp_path_factory.mktemp("ranks"))
+ranks = saved_by("trainer_shares.py")
 
 
 @pytest.mark.parametrize(("name", "loss"), TRAININGS)

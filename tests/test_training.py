@@ -44,11 +44,6 @@ NAMES = ["mood", "nli"]
 Gradients = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 def float64(world: Path, **changes: Any) -> Config:
     changes = {"backbone__dtype": "float64", "cache__enabled": False, **changes}
     return make_config(world, **changes)

@@ -452,11 +452,6 @@ def test_rows_of_a_layer_of_transformers(implementation: str, unit: Unit) -> Non
 # ---------------------------------------------------------------------- which rows, and whole runs
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_runs.make_world(tmp_path_factory.mktemp("world"))
-
-
 def float64(world: Path, **changes: Any) -> Config:
     return make_config(world, **{"backbone__dtype": "float64", "cache__enabled": False, **changes})
 

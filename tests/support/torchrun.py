@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 HERE = Path(__file__).parent
@@ -26,6 +27,16 @@ def on_ranks(count: int, script: str, out: Path) -> Callable[[str, int], Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return lambda name, rank: torch.load(out / f"{name}-{rank}.pt", weights_only=True)
+
+
+def saved_by(script: str) -> Any:
+    """A fixture of what two ranks saved: a function of the name and the rank."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
+        return on_ranks(2, script, tmp_path_factory.mktemp("ranks"))
+
+    return ranks
 
 
 def leave() -> NoReturn:

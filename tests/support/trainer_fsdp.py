@@ -18,8 +18,10 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
+from gar.errors import UserError
 from gar.integrations import GARMixin, GARTrainer
 from gar.integrations._terms import able
+from support import trainer_shares
 from support.tiny_training import gradients, make, olmoe
 from support.torchrun import leave
 
@@ -105,6 +107,16 @@ def training(out: Path, name: str, kind: type[Any] = GARTrainer, model: Any = No
     return make(out, model, trainer=kind, sizes=sizes, **(options if issubclass(kind, GARMixin) else {}))
 
 
+#: Unequal shares; a rank with a micro-batch less is refused.
+SHARES = [name for name in trainer_shares.SHARES if name != "a micro-batch less"]
+
+
+def unequal(out: Path, name: str) -> Any:
+    """A training of :mod:`support.trainer_shares`, sharded over its two ranks."""
+    sizes: dict[str, Any] = {"fsdp": True, "fsdp_config": {}}
+    return trainer_shares.training(out, name, trainer_shares.LOSSES["all"], sharded(GARTrainer), **sizes)
+
+
 def added(out: Path, **more: Any) -> dict[str, torch.Tensor]:
     """What the objective adds to the routers' gradients in the first update of a float32 model."""
     found = []
@@ -140,11 +152,19 @@ def main(out: Path) -> None:
     def save(name: str, found: Any) -> None:
         torch.save(found, out / f"{name}-{rank}.pt")
 
-    for name in TRAININGS:
-        trainer = training(out / name, name)
+    def trained(name: str, trainer: Any) -> None:
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         save(name, {"model": whole(trainer.model), "logs": logs})
+
+    for name in TRAININGS:
+        trained(name, training(out / name, name))
+    for name in SHARES:
+        trained(name, unequal(out / name, name))
+    try:
+        unequal(out / "refused", "a micro-batch less").train()
+    except UserError as error:
+        save("refused", str(error))
     trainer = training(out / "without gar", "without the objective", transformers.Trainer)
     trainer.train()
     save("without gar", {"model": whole(trainer.model)})
@@ -157,10 +177,7 @@ def main(out: Path) -> None:
     save("bf16", added(out / "bf16", bf16=True))
     if find_spec("peft") is not None:
         for name in ADAPTERS:
-            trainer = adapted(out / name, name)
-            trainer.train()
-            logs = [log for log in trainer.state.log_history if "loss" in log]
-            save(name, {"model": whole(trainer.model), "logs": logs})
+            trained(name, adapted(out / name, name))
 
 
 if __name__ == "__main__":

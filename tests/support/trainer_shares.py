@@ -15,6 +15,7 @@ import datasets
 import torch
 import transformers
 
+from gar.integrations import GARTrainer
 from gar.integrations._terms import able
 from support.tiny_training import gradients, make, olmoe, texts
 from support.torchrun import leave
@@ -77,7 +78,9 @@ def alone() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def training(out: Path, name: str, losses: Mapping[str, Any], **sizes: Any) -> Any:
+def training(
+    out: Path, name: str, losses: Mapping[str, Any], kind: type[Any] = GARTrainer, **sizes: Any
+) -> Any:
     """Three updates of two ranks, or of one process that has both ranks' micro-batches."""
     steps = (2 if name == "a micro-batch less" else 1) * (2 if alone() else 1)
     sizes = {"rows": ROWS, "steps": steps, "updates": 3, **sizes}
@@ -85,7 +88,7 @@ def training(out: Path, name: str, losses: Mapping[str, Any], **sizes: Any) -> A
     more: dict[str, Any] = {"train_dataset": rows_of(name)}
     if name == "packed":
         more["data_collator"] = transformers.DataCollatorWithFlattening()
-    return make(out, model(), sizes=sizes, more=more, **losses)
+    return make(out, model(), trainer=kind, sizes=sizes, more=more, **losses)
 
 
 def model() -> Any:
@@ -105,7 +108,7 @@ def main(out: Path) -> None:
         torch.save({"model": trainer.model.state_dict(), "logs": logs}, out / f"{name}, {loss}-{rank}.pt")
     # Each rank's loss a mean over its own tokens, of which the second one has none.
     for loss in MEANS:
-        sizes = {"average_tokens_across_devices": False}
+        sizes: dict[str, Any] = {"average_tokens_across_devices": False}
         found = gradients(
             training(out / "means", "no labels", LOSSES.get(loss, {"coefficient": 0.0}), **sizes)
         )

@@ -105,6 +105,16 @@ def refuse_sharded_banks(sites: Sequence[SiteObservation]) -> None:
         )
 
 
+def refuse_unequal_counts(counts: Sequence[int]) -> None:
+    """Each micro-batch gathers weights from all ranks: with FSDP one that has more of them waits for ever."""
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"ranks have {', '.join(map(str, counts))} micro-batches in an update, and FSDP gathers weights "
+            "from all ranks in each; expected as many on every rank (accelerate's even_batches, or examples "
+            "without what is left over)"
+        )
+
+
 def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:
     """Which of the ``sites`` the objective is for: those of the ``layers`` whose router can be trained."""
     known = sorted({site.layer for site in sites if site.layer is not None})

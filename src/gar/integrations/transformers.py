@@ -29,6 +29,7 @@ from gar.integrations._checks import (
     refuse_copies,
     refuse_setting,
     refuse_sharded_banks,
+    refuse_unequal_counts,
     require_router,
 )
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_ids
@@ -391,7 +392,10 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                     f"a batch of {len(items)} examples has {len(labels)} groups; expected one an example"
                 )
             own.append((labels.tolist(), items.tolist()))
-        return _Update(gather_object([own]), self.accelerator.process_index, packed)
+        of_ranks = gather_object([own])
+        if self.is_fsdp_enabled:
+            refuse_unequal_counts([len(batches) for batches in of_ranks])
+        return _Update(of_ranks, self.accelerator.process_index, packed)
 
     def _items(self, batch: dict[str, Any], texts: Tensor | None = None) -> Tensor:
         """How many losses each example of a batch brings, int64 [B], counted as the trainer counts them."""
