@@ -40,6 +40,7 @@ EVIDENCE = {  # runs and seeds
     "evidence_rates": (2 * 3 * 5 * 5, 5),
     "evidence_strong": (2 * 3 * 4 * 10, 10),
     "evidence_few": (2 * 3 * 10, 10),
+    "evidence_alone": (2 * 11 * 5, 5),
     "evidence_pairs": ((55 + 11) * 3 * 4, 4),
     "evidence_roberta": (4 * 5 * 5, 5),
     "evidence_deberta": (4 * 5 * 5, 5),

@@ -29,11 +29,12 @@ OTHERS = tuple(name for name in COMPARED if name != REFERENCE)
 #: The suite of "when does alignment help", and those of the coefficient and of the denominator.
 PAIRS, COEFFICIENTS, DENOMINATOR = "evidence_pairs", "evidence_coefficients", "evidence_denominator"
 RATES = "evidence_rates"
-#: Forms of GAR: many on few seeds, then few on other seeds and mixtures; and Baseline with fewer experts.
-FORMS, FEW = ("evidence_top4", "evidence_strong"), "evidence_few"
+#: Forms of GAR: many on few seeds, then few on other seeds and mixtures; Baseline with fewer experts beside
+#: them, and each task by itself with all experts and with one.
+FORMS, FEW, ALONE = ("evidence_top4", "evidence_strong"), "evidence_few", "evidence_alone"
 #: What an interval says; the first two are findings.
 KINDS = ("better", "worse", "not told apart", "not compared")
-APART = (PAIRS, COEFFICIENTS, DENOMINATOR, RATES, *FORMS, FEW)
+APART = (PAIRS, COEFFICIENTS, DENOMINATOR, RATES, *FORMS, FEW, ALONE)
 #: What may tell beforehand where alignment helps, all of Baseline's runs; the first is the one asked about.
 PREDICTORS = ("task_cosine", "observed_cosine", "task_conflict", "intra_expert_coherence", "nmi")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from gar.metrics import METRICS
-from gar.report._table import Table, interval, shown
+from gar.report._table import Cell, Table, interval, shown
 from gar.report.verdict import POINTS, Paired
 
 SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
@@ -24,6 +24,17 @@ def gain_columns(found: Paired) -> dict[str, Any]:
     }
 
 
+def gain_text(found: Paired) -> str:
+    """A difference and its interval in one cell of a table."""
+    low_to_high = interval(POINTS, found.low, found.high, sign=True).text
+    return f"{shown(POINTS, found.mean, sign=True).text} {low_to_high}"
+
+
+def accuracy_of(runs: pd.DataFrame, name: str = "accuracy") -> Cell:
+    """The mean over runs; ``name``: the macro accuracy, or one of :func:`accuracies_of`."""
+    return shown(METRICS["accuracy"], mean_of(runs, name))
+
+
 def routing_columns(runs: pd.DataFrame) -> dict[str, Any]:
     """Means of the metrics of routing."""
     return {METRICS[name].label: shown(METRICS[name], mean_of(runs, name)) for name in SHOWN}
@@ -35,3 +46,8 @@ def mean_of(rows: pd.DataFrame, name: str) -> float:
 
 def values_of(column: pd.Series[float]) -> str:
     return ", ".join(f"{value:g}" for value in sorted(set(column.dropna())))
+
+
+def accuracies_of(runs: pd.DataFrame) -> list[str]:
+    """The columns ``accuracy.TASK`` that these runs have."""
+    return [str(n) for n in runs if str(n).startswith("accuracy.") and runs[n].notna().any()]

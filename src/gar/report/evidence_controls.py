@@ -1,4 +1,4 @@
-"""What a difference from Baseline is made of: the learning rate, the objective's form, fewer experts."""
+"""What a difference from Baseline is made of: learning rate, the objective's form, the number of experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gar.methods import REFERENCE
-from gar.metrics import METRICS, holm, t_test
-from gar.report._table import Row, Table, interval, shown
-from gar.report.evidence import FEW, FORMS, KINDS, RATES, Cell, Evidence, kind, label, verdict
-from gar.report.evidence_columns import Part, gain_columns, routing_columns, values_of
-from gar.report.verdict import LEAST_SEEDS, POINTS, Paired, listing
+from gar.metrics import holm, t_test
+from gar.report._table import Row, Table, shown
+from gar.report.evidence import ALONE, FEW, FORMS, KINDS, RATES, Cell, Evidence, kind, label, verdict
+from gar.report.evidence_columns import (
+    Part,
+    accuracies_of,
+    accuracy_of,
+    gain_columns,
+    gain_text,
+    routing_columns,
+    values_of,
+)
+from gar.report.verdict import LEAST_SEEDS, POINTS, Paired, counted, listing
 
 #: An adjusted p-value below it is a finding.
 LEVEL = 0.05
@@ -82,8 +90,7 @@ def rates(evidence: Evidence) -> list[Part]:
             "learning rate": rate.learning_rate,
             "Baseline's": rate.usual,
             **{
-                f"{what}, pp": f"{shown(POINTS, d.mean, sign=True).text} "
-                f"{interval(POINTS, d.low, d.high, sign=True).text}"
+                f"{what}, pp": gain_text(d)
                 for what, d in (
                     ("method − Baseline", rate.whole),
                     ("its rate alone − Baseline", rate.alone),
@@ -168,15 +175,27 @@ def forms(evidence: Evidence) -> list[Part]:
                 runs = evidence.rows(*cell, form.method)
                 rows.append(Row({"form": form.method, **_columns(runs, form.gain, form.p)}))
             parts.append(Table("forms", f"{suite}: {', '.join(cell)}", rows))
+            if suite == FORMS[-1]:  # the other one has too many forms
+                own = [form.method for form in found if form.cell == cell]
+                parts.append(_forms_by_task(evidence, cell, own))
         if found:
             parts.append(f"{_told(suite, found)}\n")
     return [ABOUT_FORMS, *parts, *_few(evidence)] if parts else ["Not run.\n"]
 
 
+def _forms_by_task(evidence: Evidence, cell: Cell, methods: Sequence[str]) -> Table:
+    usual, rows = evidence.rows(*cell, REFERENCE), []
+    for name in accuracies_of(usual):
+        gains = {method: evidence.difference(name, cell, method, REFERENCE) for method in methods}
+        contents = {"task": name.removeprefix("accuracy."), "Baseline": accuracy_of(usual, name)}
+        rows.append(Row({**contents, **{f"{method}, pp": gain_text(gain) for method, gain in gains.items()}}))
+    return Table("forms-tasks", "Differences by task", rows)
+
+
 def _columns(runs: pd.DataFrame, gain: Paired, adjusted: float) -> dict[str, Any]:
     return {
         "seeds": str(len(runs)),
-        "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+        "accuracy": accuracy_of(runs),
         **gain_columns(gain),
         "p, adjusted": "–" if math.isnan(adjusted) else f"{adjusted:.2g}",
         **routing_columns(runs),
@@ -213,8 +232,89 @@ def _few(evidence: Evidence) -> list[Part]:
             "setting": setting,
             "mixture": mixture,
             "seeds": str(len(runs)),
-            "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+            "accuracy": accuracy_of(runs),
             **gain_columns(gain),
         }
         rows.append(Row(contents))
     return [Table("few", "Baseline with fewer experts, − Baseline with eight", rows)] if rows else []
+
+
+# ---------------------------------------------------------------------- an expert to itself
+
+ABOUT_ALONE = """\
+A router that follows the tasks gives each of them experts of its own; what is left of routing is then which
+task it is. `evidence_alone` trains each task by itself, with the eight experts of top-1 and with one, at the
+same learning rate and for as many updates as in the mixtures: what a task loses there, it loses by having one
+expert. Beside it stands what the task loses in its mixture under GAR at coefficient 1 (`evidence_strong`,
+top-1).
+"""
+
+EIGHT, ONE = "alone_eight", "alone_one"
+#: Where a task stands beside others, and the form of GAR that is looked at there.
+TOGETHER, ALIGNED = "strong_top1", "raw-1"
+
+
+class Alone(NamedTuple):
+    """A task by itself, and in the mixture that has it."""
+
+    task: str
+    one: Paired  # one expert − eight
+    mixture: str
+    aligned: Paired  # GAR at coefficient 1 − Baseline
+
+
+def tasks_alone(evidence: Evidence) -> Iterator[Alone]:
+    """Every task that was trained by itself with both numbers of experts."""
+    found = {mixture: None for _, mixture in evidence.cells([ALONE])}
+    for task in found:
+        one, eight = (evidence.values("accuracy", setting, task, REFERENCE) for setting in (ONE, EIGHT))
+        if not one or not eight:
+            continue
+        name = f"accuracy.{task}"
+        mixture, aligned = "–", Paired()
+        for cell in evidence.cells(FORMS):
+            if cell[0] == TOGETHER and name in accuracies_of(evidence.rows(*cell, REFERENCE)):
+                mixture, aligned = cell[1], evidence.difference(name, cell, ALIGNED, REFERENCE)
+                break
+        yield Alone(task, Paired.of(one, eight), mixture, aligned)
+
+
+def alone(evidence: Evidence) -> list[Part]:
+    """What each task loses with one expert, beside what it loses when experts follow the tasks."""
+    rows = []
+    for found in tasks_alone(evidence):
+        eight, one = (evidence.rows(setting, found.task, REFERENCE) for setting in (EIGHT, ONE))
+        contents = {
+            "task": found.task,
+            "seeds": str(len(found.one.seeds)),
+            "eight experts": accuracy_of(eight),
+            "one": accuracy_of(one),
+            "one − eight, pp": gain_text(found.one),
+            "mixture": found.mixture,
+            "GAR at coefficient 1 − Baseline there, pp": gain_text(found.aligned),
+        }
+        rows.append(Row(contents))
+    if not rows:
+        return ["Not run.\n"]
+    return [ABOUT_ALONE, Table("alone", "A task by itself, and in its mixture", rows), *_alone_said(evidence)]
+
+
+def _alone_said(evidence: Evidence) -> list[str]:
+    found = [each for each in tasks_alone(evidence) if each.aligned.seeds]
+    if not found:
+        return []
+    lost = [each for each in found if kind(each.one) == KINDS[1]]
+    worse = [each for each in found if kind(each.aligned) == KINDS[1]]
+    both = sum(each in lost for each in worse)
+    names = f" ({listing([each.task for each in lost])})" if lost else ""
+    verb = "is" if len(lost) == 1 else "are"
+    return [
+        f"By itself, {len(lost)} of {counted(len(found), 'task')} {verb} worse with one expert than with "
+        f"eight{names}. In their mixtures {both} of these and {len(worse) - both} of the other "
+        f"{len(found) - len(lost)} are worse under GAR at coefficient 1 than under Baseline.\n"
+    ]
+
+
+def alone_in_short(evidence: Evidence) -> list[str]:
+    """The sentence on tasks with an expert to themselves."""
+    return [f"- {said.strip()} ([A task by itself](#an-expert-to-itself).)" for said in _alone_said(evidence)]

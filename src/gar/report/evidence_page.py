@@ -37,8 +37,23 @@ from gar.report.evidence import (
     questions,
     verdict,
 )
-from gar.report.evidence_columns import Part, gain_columns, mean_of, routing_columns, values_of
-from gar.report.evidence_controls import forms, forms_in_short, rates, rates_in_short
+from gar.report.evidence_columns import (
+    Part,
+    accuracies_of,
+    accuracy_of,
+    gain_columns,
+    mean_of,
+    routing_columns,
+    values_of,
+)
+from gar.report.evidence_controls import (
+    alone,
+    alone_in_short,
+    forms,
+    forms_in_short,
+    rates,
+    rates_in_short,
+)
 from gar.report.evidence_figures import FIGURES
 from gar.report.verdict import POINTS, Paired, counted
 
@@ -108,6 +123,7 @@ def page(evidence: Evidence) -> tuple[str, dict[str, str]]:
             parts += [f"## {cell[0]}, {cell[1]}\n", *_cell_tables(evidence, cell)]
     parts += ["## The learning rates alone\n", *rates(evidence)]
     parts += ["## Forms of GAR\n", *forms(evidence)]
+    parts += ["## An expert to itself\n", *alone(evidence)]
     parts += ["## Beside the paper\n", *_beside(evidence)]
     parts += ["## Coefficient and denominator\n", *_coefficients(evidence)]
     parts += _picture(figures, "coefficients", "Difference from coefficient 0 with its 95 % interval.")
@@ -203,6 +219,7 @@ def _short(evidence: Evidence) -> list[Part]:
         *apart,
         *rates_in_short(evidence),
         *forms_in_short(evidence),
+        *alone_in_short(evidence),
         *_without_experts(evidence),
         "",
         Table("short", "GAR − Baseline in every cell", rows),
@@ -251,7 +268,7 @@ def _single_tasks(evidence: Evidence, cells: Sequence[Cell]) -> Table:
                 "task": cell[1],
                 "method": label(method),
                 "seeds": str(len(runs)),
-                "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+                "accuracy": accuracy_of(runs),
                 **gain_columns(Paired() if method == REFERENCE else gain),
                 "load variance": shown(METRICS["load_variance"], mean_of(runs, "load_variance")),
                 "utilization": shown(METRICS["utilization"], mean_of(runs, "utilization")),
@@ -264,19 +281,18 @@ def _single_tasks(evidence: Evidence, cells: Sequence[Cell]) -> Table:
 
 def _tasks(evidence: Evidence, cell: Cell) -> list[str]:
     """The tasks that a cell's runs have an accuracy of."""
-    runs = evidence.rows(*cell, evidence.methods(cell)[0])
-    return [str(n) for n in runs if str(n).startswith("accuracy.") and runs[n].notna().any()]
+    return accuracies_of(evidence.rows(*cell, evidence.methods(cell)[0]))
 
 
 def _cell_tables(evidence: Evidence, cell: Cell) -> list[Part]:
     rows = []
     for method in evidence.methods(cell):
-        runs, accuracy = evidence.rows(*cell, method), METRICS["accuracy"]
+        runs = evidence.rows(*cell, method)
         gain = Paired() if method == REFERENCE else evidence.difference("accuracy", cell, method, REFERENCE)
         contents = {
             "method": label(method),
             "seeds": str(len(runs)),
-            "accuracy": shown(accuracy, runs["accuracy"].mean()),
+            "accuracy": accuracy_of(runs),
             "− Baseline, pp": shown(POINTS, gain.mean, sign=True),
             "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
             **routing_columns(runs),
@@ -310,11 +326,11 @@ def _by_task(evidence: Evidence, cell: Cell) -> Table:
     own = evidence.rows(*cell, REFERENCE)
     rows = []
     for name in _tasks(evidence, cell):
-        gain, metric = evidence.difference(name, cell, PROPOSED, REFERENCE), METRICS["accuracy"]
+        gain = evidence.difference(name, cell, PROPOSED, REFERENCE)
         contents = {
             "task": name.removeprefix("accuracy."),
-            "Baseline": shown(metric, own[name].mean()),
-            "GAR": shown(metric, mean_of(evidence.rows(*cell, PROPOSED), name)),
+            "Baseline": accuracy_of(own, name),
+            "GAR": accuracy_of(evidence.rows(*cell, PROPOSED), name),
             **gain_columns(gain),
         }
         rows.append(Row(contents))
@@ -383,7 +399,7 @@ def _coefficients(evidence: Evidence) -> list[Part]:
             contents = {
                 "coefficient": method.removeprefix("gar-"),
                 "seeds": str(len(runs)),
-                "accuracy": shown(METRICS["accuracy"], runs["accuracy"].mean()),
+                "accuracy": accuracy_of(runs),
                 "− coefficient 0, pp": shown(POINTS, gain.mean, sign=True),
                 "95 % interval": interval(POINTS, gain.low, gain.high, sign=True),
                 **routing_columns(runs),
