@@ -25,12 +25,15 @@ from scipy import stats
 from gar import config as configuration
 from gar.cli.app import run as command_line
 from gar.comparison import Comparison, Kind, Stopped, compare, judge, recommend
+from gar.comparison.alone import TasksAlone
 from gar.comparison.arms import make_arms
-from gar.comparison.compare import point, recommendation_lines
+from gar.comparison.compare import failure_lines, point, recommendation_lines
 from gar.comparison.estimate import Estimate, Prepared, makespan
 from gar.data import load_mixture, selection_mixture
 from gar.errors import UserError
 from gar.evaluation import load_model
+from gar.metrics import METRICS
+from gar.report.comparison import Line
 from gar.report.verdict import LEAST_SEEDS, Paired
 from gar.runs.files import read_json
 from gar.runs.names import MODEL, RESULT
@@ -493,6 +496,94 @@ def test_one_seed_compares_nothing(tmp_path: Path) -> None:
     assert {row[4] for row in page.tables["compare"][1:]} == {"–"}
 
 
+def test_each_task_by_itself(tmp_path: Path, inline: list[str]) -> None:
+    """Against result.json of its runs, read without the package; one epoch of the mixture is one for each."""
+    config = tiny(optimizer={"epochs": 4, "learning_rate": 0.05})
+    comparison, told = quietly(config, ["gar"], 3, tmp_path, alone=True)
+    assert len(inline) == 6 + 2 * 2 * 3
+    assert "12 runs of a task by itself" in told
+    count, kinds = config.experts.count, dict[str, str]()
+    assert comparison.beside is not None
+    with (tmp_path / "alone.csv").open(newline="") as file:
+        rows = {(row["metric"], row["method"]): row for row in csv.DictReader(file)}
+    for task in ("mood", "nli"):
+        found: dict[str, list[float]] = {}
+        for setting, experts in (("all_experts", count), ("one_expert", 1)):
+            for seed in range(3):
+                run = tmp_path / "alone" / setting / task / "baseline" / f"seed-{seed}"
+                own = yaml.safe_load((run / "config.yaml").read_text())
+                assert own["experts"]["count"] == experts
+                assert own["optimizer"]["updates"] == len((run / "history.jsonl").read_text().splitlines())
+                result = json.loads((run / RESULT).read_text())
+                assert result["accuracy"]["tasks"].keys() == {task}
+                found.setdefault(setting, []).append(result["accuracy"]["tasks"][task])
+        row = rows[f"accuracy.{task}", "one_expert"]
+        gains = np.subtract(found["one_expert"], found["all_experts"])
+        assert float(row["mean"]) == pytest.approx(np.mean(found["one_expert"]))
+        assert float(row["difference"]) == pytest.approx(gains.mean())
+        interval = stats.ttest_1samp(gains, 0).confidence_interval(0.95)
+        varied = np.ptp(gains) > 1e-12
+        if varied:
+            assert float(row["low"]) == pytest.approx(interval.low)
+        side = int(interval.low > 0) - int(interval.high < 0) if varied else 0
+        kinds[task] = {1: "better", -1: "worse", 0: "not told apart"}[side]
+    said = f"By itself, with one expert in the place of {count}: "
+    for what in ("better", "worse", "not told apart"):
+        if tasks := [task for task, kind in kinds.items() if kind == what]:
+            said += f"{'' if said.endswith(': ') else '; '}{what} on {' and '.join(tasks)}"
+    assert comparison.beside.said[0] == f"{said}."
+    for name in ("compare.html", "compare.md"):
+        assert f"{said}." in (tmp_path / name).read_text()
+    assert json.loads((tmp_path / "compare.json").read_text())["alone"]["text"] == f"{said}."
+    (mood,) = (tmp_path / "comparison").glob("*/baseline/seed-0/config.yaml")
+    updates = yaml.safe_load(mood.read_text())["optimizer"]
+    assert updates["epochs"] == 4
+    of_mixture = len((mood.parent / "history.jsonl").read_text().splitlines())
+    assert own["optimizer"]["updates"] == of_mixture
+
+    inline.clear()
+    again, told = quietly(config, ["gar"], 3, tmp_path, alone=True)
+    assert inline == []
+    assert "Nothing is left" in told
+    assert again.beside == comparison.beside
+    without, _ = quietly(config, ["gar"], 3, tmp_path)
+    assert without.beside is None
+    assert json.loads((tmp_path / "compare.json").read_text())["alone"] is None
+
+
+def test_what_one_expert_does_is_said_of_every_task() -> None:
+    lines = [
+        Line(f"accuracy.{n}", n, METRICS["accuracy"], 0.5, {}, {"one_expert": found} if found else {})
+        for n, found in {
+            "a": paired([0.6, 0.7, 0.8], [0.5, 0.61, 0.7]),
+            "b": paired([0.5, 0.61, 0.7], [0.6, 0.7, 0.8]),
+            "c": paired([0.6, 0.5, 0.7], [0.5, 0.7, 0.6]),
+            "d": paired([0.6, 0.7], [0.5, 0.61]),  # two seeds
+            "e": None,  # no run has finished
+        }.items()
+    ]
+    said = TasksAlone({}, (0, 1, 2), 8).sentence(lines)
+    assert said == (
+        "By itself, with one expert in the place of 8: better on a; worse on b; not told apart on c, d and e."
+    )
+
+
+def test_a_failed_task_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: Job) -> Event | None:
+        return fail(job, "no luck") if "one_expert/nli" in job.id else None
+
+    monkeypatch.setattr(MODULE, "LocalExecutor", lambda jobs, logs: Inline(jobs, logs, refuse))
+    comparison, _ = quietly(tiny(), ["gar"], 3, tmp_path, alone=True)
+    assert comparison.exit_code == 1
+    (line,) = failure_lines(comparison)
+    assert line == "3 runs of a task by itself failed; alone/one_expert/nli/baseline/seed-0: Broken: no luck"
+    assert comparison.beside is not None
+    mood, nli = comparison.beside.lines
+    assert mood.differences["one_expert"].seeds == (0, 1, 2)
+    assert "one_expert" not in nli.means
+    assert not nli.differences
+
+
 def test_the_search_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: list[str]) -> None:
     def quick(job: Job) -> Event | None:
         if not job.probe:
@@ -506,7 +597,7 @@ def test_the_search_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return Event(job, "finished", {**event.facts, "accuracy": rate})
 
     monkeypatch.setattr(MODULE, "LocalExecutor", lambda jobs, logs: Inline(jobs, logs, quick))
-    comparison, told = quietly(tiny(), ["gar"], 2, tmp_path, search=Budget(updates=2))
+    comparison, told = quietly(tiny(), ["gar"], 2, tmp_path, search=Budget(updates=2), alone=True)
     assert "short runs of the search" in told
     assert "chosen for baseline" in told
     trees = comparison.arms.trees
@@ -516,8 +607,12 @@ def test_the_search_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     stored = configuration.load(tmp_path / "comparison/mood+nli/gar/seed-0/config.yaml")
     assert stored.optimizer.learning_rate == 2e-6
     assert stored.method.to_config()["coefficient"] == 1e-5
+    alone = configuration.load(tmp_path / "alone/one_expert/nli/baseline/seed-1/config.yaml")
+    assert (
+        alone.optimizer == configuration.build(trees["baseline"]).optimizer
+    )  # Baseline's chosen rate, for each task
     inline.clear()
-    quietly(tiny(), ["gar"], 2, tmp_path, search=Budget(updates=2))
+    quietly(tiny(), ["gar"], 2, tmp_path, search=Budget(updates=2), alone=True)
     assert inline == []
 
 
@@ -550,6 +645,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["optimiser.updates=3"], "did you mean 'optimizer'"),
         (["experts.site=lora_head", "--methods", "stgc", "experts.site=full_ffn"], "stgc"),
         (["--search-updates", "5"], "expected --search beside it"),
+        (["--alone", "experts.count=1", "experts.top_k=1"], "expected experts.count of 2 or more"),
+        (["--alone", "mixture.name=planted", "mixture.tasks=[]"], "expected registered tasks or your own"),
         (["mixture.name=fiv", "mixture.tasks=[]"], "did you mean 'five'"),
     ],
 )

@@ -171,6 +171,20 @@ def test_a_paragraph_of_the_results() -> None:
         "Too few seeds to compare in one."
     )
     assert "trained minilm" in said.split("Not run yet: ")[1]
+    assert "by itself" not in said
+    lines += [*alone_lines(ONE), *together_lines(ONE)]
+
+    def means(key: str) -> list[float]:
+        """By task, of the runs whose id has ``key``, in which {} is the task."""
+        own = {task: [e for e in lines if key.format(task) in e["id"]] for task in TASKS}
+        return [float(np.mean([float(e[f"accuracy.{task}"]) for e in own[task]])) for task in TASKS]
+
+    one, eight = means("alone_one/{}/"), means("alone_eight/{}/")
+    aligned, usual = means("/raw-1/"), means("strong_top1/six_complete/baseline")
+    rho = stats.spearmanr(np.subtract(one, eight), np.subtract(aligned, usual)).statistic
+    assert f"by itself (Spearman {rho:+.2f} over six tasks)" in summary(Evidence(lines, []))
+    opposite = together_lines({task: -shift for task, shift in ONE.items()})
+    assert "by itself" not in summary(Evidence([*lines[: -len(opposite)], *opposite], []))
 
 
 # ---------------------------------------------------------------------- numbers and words
@@ -277,6 +291,81 @@ def test_fewer_experts_stand_beside_eight() -> None:
     low, high = stats.ttest_1samp(values[0] - values[1], 0).confidence_interval(0.95)
     row = next(each for each in section(text, "Forms of GAR").splitlines() if "few" in each and "six" in each)
     assert f"[{100 * low:+.2f}, {100 * high:+.2f}]".replace("-", "−") in row.replace("\\", "")
+
+
+def alone_lines(one: Mapping[str, float], seeds: int = 5) -> list[Line]:
+    """Each task by itself with eight experts and with one, ``one`` the difference."""
+    rng, found = np.random.default_rng(7), []
+    for task, shift in one.items():
+        for seed in range(seeds):
+            common = rng.normal(0.6, 0.02)
+            for setting, more in (("alone_eight", 0.0), ("alone_one", shift)):
+                accuracy = common + more + rng.normal(0, 0.004)
+                own = {f"accuracy.{task}": accuracy}
+                found.append(line(setting, task, "baseline", seed, accuracy, **own))
+    return found
+
+
+def together_lines(gains_of: Mapping[str, float], seeds: int = 5) -> list[Line]:
+    """Baseline and GAR at coefficient 1 on the complete tasks, with each task's gain."""
+    rng, found = np.random.default_rng(11), []
+    for seed in range(10, 10 + seeds):
+        for method, share in (("baseline", 0.0), ("raw-1", 1.0)):
+            own = {f"accuracy.{t}": 0.6 + share * gain + rng.normal(0, 0.004) for t, gain in gains_of.items()}
+            macro = float(np.mean(list(own.values())))
+            found.append(line("strong_top1", "six_complete", method, seed, macro, **own))
+    return found
+
+
+def shows(row: str, a: list[float], b: list[float]) -> bool:
+    """Whether a row of a table has scipy's interval of ``a - b``, paired, in points."""
+    low, high = stats.ttest_rel(a, b).confidence_interval(0.95)
+    return f"[{100 * low:+.2f}, {100 * high:+.2f}]".replace("-", "−") in row.replace("\\", "")
+
+
+ONE = dict(zip(TASKS, (0.03, 0.02, 0.01, 0.0, -0.02, -0.05), strict=True))
+
+
+def test_a_task_by_itself_stands_beside_its_mixture() -> None:
+    """The words follow the numbers."""
+    alone, together = alone_lines(ONE), together_lines(ONE)
+    basis = cell_lines({"gar": 0.0, "baseline": 0.0})
+    text = text_of([*basis, *alone, *together])
+    table = section(text, "An expert to itself")
+    for task in TASKS:
+        row = next(each for each in table.splitlines() if each.startswith(f"| {task} |"))
+        for lines, metric, names in (
+            (alone, "accuracy", (f"alone_one/{task}/", f"alone_eight/{task}/")),
+            (together, f"accuracy.{task}", ("/raw-1/", "/baseline/")),
+        ):
+            a, b = ([float(each[metric]) for each in lines if name in each["id"]] for name in names)
+            assert shows(row, a, b)
+    said = "By itself, 2 of 6 tasks are worse with one expert than with eight (sst2 and cb)."
+    assert said in section(text, "In short")
+    assert "In their mixtures 2 of these and 0 of the other 4 are worse" in table
+    assert "the two differences go together (Spearman" in table
+    assert "single tasks" not in text
+
+    # The other way round nothing goes together.
+    opposite = together_lines({task: -shift for task, shift in ONE.items()})
+    table = section(text_of([*basis, *alone, *opposite]), "An expert to itself")
+    assert "In their mixtures 0 of these and" in table
+    assert "That the two differences go together is not shown" in table
+
+    # Without the mixtures there is a table, and nothing is said.
+    table = section(text_of([*basis, *alone]), "An expert to itself")
+    assert sum(each.startswith("| ") for each in table.splitlines()) == 2 + len(TASKS)
+    assert "By itself" not in table
+    assert "Not run." in section(text_of(basis), "An expert to itself")
+
+
+def test_forms_are_told_by_task() -> None:
+    lines = together_lines(ONE)
+    table = section(text_of([*lines, *cell_lines({"gar": 0.0, "baseline": 0.0})]), "Forms of GAR")
+    for task in TASKS:
+        name = f"accuracy.{task}"
+        a, b = ([float(e[name]) for e in lines if part(e, "method") == m] for m in ("raw-1", "baseline"))
+        assert shows(next(each for each in table.splitlines() if each.startswith(f"| {task} |")), a, b)
 
 
 def test_cells_of_one_task_share_a_table() -> None:

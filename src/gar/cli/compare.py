@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,13 @@ def compare(
     search_updates: Annotated[
         int | None, typer.Option(min=1, help="Updates of a candidate of the search; default: the protocol's.")
     ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="Also each task by itself, with all experts and with one: would its own help it?",
+        ),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where runs and results go; start again there to go on.")] = Path(
         "runs/compare"
     ),
@@ -72,7 +80,8 @@ def compare(
     try:
         comparison = compare_methods(
             what, names, _seeds(seeds), out,
-            overrides=changes, search=budget if search else None, jobs=jobs, retry_failed=retry_failed,
+            overrides=changes, search=budget if search else None, alone=alone, jobs=jobs,
+            retry_failed=retry_failed,
         )  # fmt: skip
     except SearchError as failure:
         Console(stderr=True).print(f"error: {failure}; start again to go on", markup=False, soft_wrap=True)
@@ -90,7 +99,7 @@ def _seeds(text: str) -> int | list[int]:
 
 
 def _print(console: Console, comparison: Comparison) -> None:
-    for number, table in enumerate(tables(comparison, console.width)):
+    for number, table in enumerate(tables(comparison.lines, comparison.arms.labels, console.width)):
         heading = ONE_SEED if len(comparison.arms.seeds) == 1 else HEADING
         console.print(*([] if number else [heading]), table, sep="\n")
 
@@ -104,15 +113,18 @@ def _print(console: Console, comparison: Comparison) -> None:
         say(line, "red")
     for verdict in comparison.verdicts:
         say(verdict.text)
+    if (beside := comparison.beside) is not None:
+        console.print(f"\n{beside.heading}", *tables(beside.lines, beside.labels, console.width), sep="\n")
+        for line in beside.said:
+            say(line)
     say("")
     for line in recommendation_lines(comparison):
         say(line)
     say(f"Page: {comparison.files['compare.html']}")
 
 
-def tables(comparison: Comparison, width: int) -> list[Table]:
+def tables(lines: Sequence[Line], labels: Mapping[str, str], width: int) -> list[Table]:
     """The table, in several parts where the terminal is too narrow for all methods."""
-    lines, labels = comparison.lines, comparison.arms.labels
     names = [_short(line) for line in lines]
     first = max(map(len, names), default=0) + 1 + len("majority")
     cells = {method: [_cell(line, method) for line in lines] for method in labels}

@@ -17,15 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from gar.comparison.alone import ALONE, MEANING, TasksAlone
 from gar.comparison.arms import Arms, check_record, make_arms, write_record
-from gar.comparison.estimate import WORKER_START, Estimate, Prepared, Progress
+from gar.comparison.estimate import WORKER_START, Estimate, Prepared, Progress, makespan, updates_of
 from gar.comparison.recommend import Recommendation, recommend
 from gar.config import Config, build, load_tree
 from gar.data import Mixture, Task, load_mixture, majority_shares, selection_mixture
 from gar.errors import UserError, path_kind
 from gar.methods import REFERENCE
 from gar.presets.catalogue import resolve_config
-from gar.report.comparison import Line, Words, compared_lines, write_comparison
+from gar.report.comparison import Beside, Line, Words, compared_lines, write_comparison
 from gar.report.results import Results
 from gar.report.verdict import Verdict, counted, judge, listing, number
 from gar.runs import State, read_run, state_of
@@ -37,6 +38,7 @@ from gar.sweeps.local import GpuUse, LocalExecutor, filling_jobs
 from gar.sweeps.progress import View, duration
 from gar.sweeps.search import CANDIDATES, Budget, Wanted, search, space, sweeping
 from gar.sweeps.store import SWEEP, hold
+from gar.sweeps.suite import Runs
 from gar.sweeps.sweep import Outcome, Plan, Times, carry_out, is_due, make_plan
 from gar.training.memory import release_memory
 from gar.version import __version__
@@ -66,7 +68,7 @@ class Comparison:
 
     ``lines`` are the rows of its table, ``verdicts`` one a method beside Baseline; ``selection`` has the
     accuracies on the selection part by method and seed, ``failures`` the reasons of runs without a result, by
-    id. ``files`` are written below ``out``.
+    id. ``beside`` has each task by itself, where that was asked for. ``files`` are written below ``out``.
     """
 
     out: Path
@@ -79,6 +81,7 @@ class Comparison:
     failures: Mapping[str, str]
     files: Mapping[str, Path]
     notes: Sequence[str]
+    beside: Beside | None = None
 
     @property
     def exit_code(self) -> int:
@@ -94,6 +97,7 @@ def compare(
     *,
     overrides: Mapping[str, Any] | None = None,
     search: Budget | None = None,
+    alone: bool = False,
     jobs: int | None = None,
     retry_failed: bool = False,
     console: Console | None = None,
@@ -101,11 +105,12 @@ def compare(
     """Train methods with the same seeds, and say what the differences show and which model to use.
 
     ``what`` is a configuration, or a file, mixture or preset as for ``gar train``. ``search`` looks for every
-    method's hyper-parameters first, on that budget. Every run holds ``evaluation.selection`` of its training
-    splits out (a tenth where the configuration does not say), by which the recommended model is chosen; the
-    validation splits, which the table reports, have no part in the choice. Finished runs in ``out`` are not
-    run again. What goes on is told on ``console`` (standard error). Raises :class:`~gar.errors.UserError`
-    for wrong input, and :class:`Stopped` after an interruption.
+    method's hyper-parameters first, on that budget. ``alone`` also trains each task by itself with Baseline,
+    with all experts and with one (:mod:`gar.comparison.alone`). Every run holds ``evaluation.selection`` of
+    its training splits out (a tenth where the configuration does not say), by which the recommended model is
+    chosen; the validation splits, which the table reports, have no part in the choice. Finished runs in
+    ``out`` are not run again. What goes on is told on ``console`` (standard error). Raises
+    :class:`~gar.errors.UserError` for wrong input, and :class:`Stopped` after an interruption.
     """
     console, out, began = console or Console(stderr=True), Path(out), time.monotonic()
     arms = _arms(what, overrides or {}, methods, seeds)
@@ -121,13 +126,18 @@ def compare(
         raise UserError(f"--jobs is {jobs}; expected 1 or more")
     _announce(told, arms, jobs)
     mixture, selection = _data(arms)
+    updates = updates_of(build(arms.trees[REFERENCE]), mixture)
+    apart = TasksAlone.of(arms, updates) if alone else None
     # What a search will choose is not known yet, so finished runs are compared with it later.
     known = make_plan(arms, out, retry_failed).times if search is None else Times()
     todo = _todo(arms, out, retry_failed)
+    todo_apart = {} if apart is None else _todo(apart, out / ALONE, retry_failed)
     estimate = Estimate()
-    if todo or (search is not None and not _is_searched(arms, out / SEARCH)):
+    if todo or todo_apart or (search is not None and not _is_searched(arms, out / SEARCH)):
         prepared = Prepared(arms)
-        estimate = _estimate(told, arms, list(todo.values()), known, prepared, jobs, search, out / SEARCH)
+        estimate = _estimate(
+            told, arms, list(todo.values()), len(todo_apart), known, prepared, jobs, search, out / SEARCH
+        )
         if prepared.absent:
             with _features(console) as progress:
                 prepared.compute_features(progress)
@@ -140,10 +150,18 @@ def compare(
         write_record(out, arms, facts)
         if search is not None:
             arms = _searched(arms, executor, stopping, out / SEARCH, search, console)
-        _train(make_plan(arms, out, retry_failed), arms, executor, stopping, estimate, jobs, console)
-    comparison = _conclude(out, arms, mixture, selection)
+        plan = make_plan(arms, out, retry_failed)
+        _train(plan, out, executor, stopping, estimate, jobs, console)
+        if alone:
+            apart = TasksAlone.of(arms, updates)  # a search has changed the configurations
+            seconds = {} if not estimate.runs else {REFERENCE: _alone_seconds(estimate, len(mixture.tasks))}
+            told(f"each task by itself, with {listing([*apart.labels.values()])}: {counted(len(apart))}")
+            with hold(out / ALONE):
+                plan = make_plan(apart, out / ALONE, retry_failed)
+                _train(plan, out, executor, stopping, Estimate(runs=seconds), jobs, console, models=False)
+    comparison = _conclude(out, arms, mixture, selection, apart)
     write_json(out / "compare.json", _tree(comparison))
-    if todo:
+    if todo or todo_apart:
         told(f"took {duration(time.monotonic() - began)}")
     return comparison
 
@@ -196,7 +214,7 @@ def _data(arms: Arms) -> tuple[Mixture, Mixture | None]:
 # ---------------------------------------------------------------------- before it starts
 
 
-def _todo(arms: Arms, out: Path, retry_failed: bool) -> dict[str, str]:
+def _todo(arms: Runs, out: Path, retry_failed: bool) -> dict[str, str]:
     """The methods of the runs that are due, by the runs' ids."""
     runs = (run for run in arms.runs() if is_due(state_of(out / run.id), retry_failed))
     return {run.id: run.combination.method for run in runs}
@@ -211,6 +229,7 @@ def _estimate(
     told: _Told,
     arms: Arms,
     todo: Sequence[str],
+    todo_alone: int,
     times: Times,
     prepared: Prepared,
     jobs: int,
@@ -236,8 +255,19 @@ def _estimate(
     if lengths:
         span = f"{lengths[0]} s" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]} s"
         parts.append(f"{counted(len(todo))} of {span}")
+    if todo_alone and REFERENCE in estimate.runs:
+        each = _alone_seconds(estimate, len(prepared.mixture.tasks))
+        parts.append(f"{counted(todo_alone)} of a task by itself, {round(each)} s each")
+        total += makespan([each] * todo_alone, jobs)
     told(f"estimate: about {duration(total)} ({'; '.join(parts)}; {how})")
     return estimate
+
+
+def _alone_seconds(estimate: Estimate, tasks: int) -> float:
+    """Of a run of one of some tasks; an update of all of them has its batch and the others'."""
+    if REFERENCE not in estimate.update:
+        return estimate.runs[REFERENCE] / tasks
+    return estimate.around + (estimate.runs[REFERENCE] - estimate.around) / tasks
 
 
 def _search_seconds(
@@ -250,7 +280,7 @@ def _search_seconds(
         runs = budget.seeds * (sum(free) + 3 ** len(free))
         done = (out / combination.id / CANDIDATES).glob(f"*/seed-*/{RESULT}")
         runs = max(0, runs - sum(1 for _ in done))
-        updates = prepared.updates(build(budget.apply(combination.tree)))
+        updates = updates_of(build(budget.apply(combination.tree)), prepared.mixture)
         count += runs
         seconds += runs * (estimate.around + updates * estimate.update[combination.method])
     return seconds / jobs, count
@@ -285,36 +315,45 @@ def _searched(
 
 def _train(
     plan: Plan,
-    arms: Arms,
+    out: Path,
     executor: Executor,
     stopping: StopSignals,
     estimate: Estimate,
     jobs: int,
     console: Console,
+    models: bool = True,
 ) -> None:
     states = plan.states
     outcome = Outcome(states[State.FINISHED], 0 if plan.retry_failed else states[State.FAILED])
-    todo = _todo(arms, plan.out, plan.retry_failed)
+    todo = _todo(plan.suite, plan.out, plan.retry_failed)
     guess = estimate.total(list(todo.values()), jobs)
     expected = {} if guess is None else {name: estimate.runs[method] for name, method in todo.items()}
     done = outcome.finished + outcome.failed
     with View(plan.total, done, console, expected=expected, guess=guess) as view:
-        carry_out(plan, executor, outcome, keep_models=True, view=view, stopping=stopping)
+        carry_out(plan, executor, outcome, keep_models=models, view=view, stopping=stopping)
     if outcome.interrupted:
-        raise Stopped(f"stopped; start again with the same arguments to go on in {plan.out}")
+        raise Stopped(f"stopped; start again with the same arguments to go on in {out}")
 
 
 # ---------------------------------------------------------------------- what came of it
 
 
-def _conclude(out: Path, arms: Arms, mixture: Mixture, selection: Mixture | None) -> Comparison:
+def _conclude(
+    out: Path, arms: Arms, mixture: Mixture, selection: Mixture | None, apart: TasksAlone | None
+) -> Comparison:
     runs = {run.id: read_run(out / run.id) for run in arms.runs()}
     failures = {
         name: str(run.reason or run.state) for name, run in runs.items() if run.state != State.FINISHED
     }
     results = Results(runs.values())
-    labels = arms.labels
-    lines = compared_lines(results, arms.methods, majority_shares(mixture), REFERENCE)
+    labels, shares = arms.labels, majority_shares(mixture)
+    lines = compared_lines(results, arms.methods, shares, REFERENCE)
+    beside = None
+    if apart is not None:
+        failures |= apart.failures(out)
+        own = apart.lines(out, shares)
+        said = [apart.sentence(own), MEANING]
+        beside = Beside(ALONE, "Each task by itself", own, apart.labels, said)
     macro = next((line for line in lines if line.name == "accuracy"), None)
     verdicts = [
         judge(method, labels[method], macro.differences.get(method) if macro else None, labels[REFERENCE])
@@ -328,8 +367,10 @@ def _conclude(out: Path, arms: Arms, mixture: Mixture, selection: Mixture | None
             chosen_by.setdefault(run.combination.method, {})[run.seed] = float(found["macro"])
     recommended = _recommended(out, arms, recommend(chosen_by, arms.seeds, labels), mixture.tasks[0])
     notes = _notes(arms, lines, selection, failures)
-    comparison = Comparison(out, arms, results, lines, verdicts, chosen_by, recommended, failures, {}, notes)
-    files = write_comparison(out, results, lines, labels, _words(comparison, mixture))
+    comparison = Comparison(
+        out, arms, results, lines, verdicts, chosen_by, recommended, failures, {}, notes, beside
+    )
+    files = write_comparison(out, results, lines, labels, _words(comparison, mixture), beside)
     return replace(comparison, files={**files, "compare.json": out / "compare.json"})
 
 
@@ -399,6 +440,9 @@ def failure_lines(comparison: Comparison) -> list[str]:
         if mine:
             seed, reason = next(iter(mine.items()))
             found.append(f"{label}: {len(mine)} of {counted(len(arms.seeds))} failed; seed {seed}: {reason}")
+    if alone := {name: why for name, why in comparison.failures.items() if name.startswith(f"{ALONE}/")}:
+        name, reason = next(iter(alone.items()))
+        found.append(f"{counted(len(alone))} of a task by itself failed; {name}: {reason}")
     return found
 
 
@@ -475,23 +519,9 @@ def _tree(comparison: Comparison) -> dict[str, Any]:
             method: {"label": arms.labels[method], "configuration": tree}
             for method, tree in arms.trees.items()
         },
-        "table": [
-            {
-                "metric": line.name,
-                "label": line.label,
-                "majority": line.majority,
-                "methods": {
-                    method: {
-                        "mean": mean,
-                        "difference": line.differences[method]._asdict()
-                        if method in line.differences
-                        else None,
-                    }
-                    for method, mean in line.means.items()
-                },
-            }
-            for line in comparison.lines
-        ],
+        "table": _lines_tree(comparison.lines),
+        "alone": comparison.beside
+        and {"table": _lines_tree(comparison.beside.lines), "text": comparison.beside.said[0]},
         "verdicts": [
             {"method": verdict.method, "kind": str(verdict.kind), "text": verdict.text}
             for verdict in comparison.verdicts
@@ -515,6 +545,24 @@ def _tree(comparison: Comparison) -> dict[str, Any]:
         "failures": dict(comparison.failures),
     }
     return dict(_plain(tree))
+
+
+def _lines_tree(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return [
+        {
+            "metric": line.name,
+            "label": line.label,
+            "majority": line.majority,
+            "methods": {
+                method: {
+                    "mean": mean,
+                    "difference": line.differences[method]._asdict() if method in line.differences else None,
+                }
+                for method, mean in line.means.items()
+            },
+        }
+        for line in lines
+    ]
 
 
 def _plain(value: Any) -> Any:

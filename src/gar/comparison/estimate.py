@@ -86,6 +86,15 @@ def makespan(seconds: Sequence[float], jobs: int) -> float:
     return max(ends)
 
 
+def updates_of(config: Config, mixture: Mixture) -> int:
+    """The updates of a run of the mixture."""
+    optimizer = config.optimizer
+    if optimizer.epochs is None:
+        return optimizer.updates
+    batches = [-(-len(task.train) // config.mixture.batch_size) for task in mixture.tasks]
+    return max(1, round(optimizer.epochs * max(batches)))
+
+
 class Prepared:
     """The data and the model of a comparison in this process: what is timed, and where features come from."""
 
@@ -142,7 +151,7 @@ class Prepared:
                 if (seconds := _update_seconds(self.model, source, config)) is not None
             }
             runs = {
-                method: around + seconds * self.updates(self.configs[method])
+                method: around + seconds * updates_of(self.configs[method], self.mixture)
                 for method, seconds in update.items()
             }
         return Estimate(features, WORKER_START + self.loading, runs, update, around)
@@ -156,14 +165,6 @@ class Prepared:
         with Stopwatch(self.device) as watch:
             build_features(self.model, [part], cache)
         return watch.seconds * _size(absent) / _size([part])
-
-    def updates(self, config: Config) -> int:
-        """The updates of a run of the mixture."""
-        optimizer = config.optimizer
-        if optimizer.epochs is None:
-            return optimizer.updates
-        batches = [-(-len(task.train) // config.mixture.batch_size) for task in self.mixture.tasks]
-        return max(1, round(optimizer.epochs * max(batches)))
 
     def _evaluation(self, sample: Mixture, source: Source) -> float:
         """Seconds of the evaluations: forwards over all that is measured, the probe over its examples."""

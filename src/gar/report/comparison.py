@@ -100,35 +100,64 @@ class Words:
     seed: int | None
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A table of its own beside that of the methods; ``labels`` are of its columns, the reference first."""
+
+    name: str
+    heading: str
+    lines: Sequence[Line]
+    labels: Mapping[str, str]
+    said: Sequence[str]
+
+
 def write_comparison(
-    out: str | Path, results: Results, lines: Sequence[Line], labels: Mapping[str, str], words: Words
+    out: str | Path,
+    results: Results,
+    lines: Sequence[Line],
+    labels: Mapping[str, str],
+    words: Words,
+    beside: Beside | None = None,
 ) -> dict[str, Path]:
     """compare.html, compare.md, compare.csv and the figures, in a directory; returns the files by name.
 
-    ``labels`` are the methods' names for readers, in order, Baseline first.
+    ``labels`` are the methods' names for readers, in order, Baseline first. What is ``beside`` has a table on
+    the page, and a CSV file of its name.
     """
-    page = _page(results, lines, labels, words)
+    page = _page(results, lines, labels, words, beside)
     contents = {
         f"{NAME}.html": html(page),
         f"{NAME}.md": markdown_page(page),
         f"{NAME}.csv": _csv(lines),
+        **({f"{beside.name}.csv": _csv(beside.lines)} if beside else {}),
         **{f"figures/{picture.name}.svg": picture.svg + "\n" for picture in page.pictures},
     }
     return write_files(Path(out), contents)
 
 
-def _page(results: Results, lines: Sequence[Line], labels: Mapping[str, str], words: Words) -> Page:
+def _page(
+    results: Results,
+    lines: Sequence[Line],
+    labels: Mapping[str, str],
+    words: Words,
+    beside: Beside | None,
+) -> Page:
     sections = []
     dead = []
     for run, said in results.collapses:
         dead.append(f"{results.label(run).variant}, seed {run.result['seed']}: {said}.")
     for setting in results.settings:
-        shown = _table(lines, labels, words.notes)
+        shown = _table(NAME, lines, labels, words.notes)
+        apart = []
+        if beside is not None and beside.lines:
+            table = _table(beside.name, beside.lines, beside.labels, [])
+            apart = [Block(f"head-{beside.name}", beside.heading, [table, Said(beside.said)])]
         blocks = [
             Block("head-experts", "Task by expert", [_experts(results, setting, words.seed, list(labels))]),
             Block("head-table", "Accuracy and routing", [shown] if shown.rows else []),
             Block("head-verdict", "Verdict", [Said(words.verdicts)]),
             Block("head-recommended", "Recommended model", [Said(words.recommendation)]),
+            *apart,
             *([Block("head-collapse", "Experts without work", [Said(dead)])] if dead else []),
             Block("head-balance", "Balanced is not specialised", [_picture("balance", results, setting)]),
             Block(
@@ -178,8 +207,8 @@ def _picture(name: str, results: Results, setting: str, **options: bool) -> Pict
     return Picture(name, caption, figure)
 
 
-def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str]) -> Table:
-    rows = []
+def _table(name: str, lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str]) -> Table:
+    rows, (first, *_) = [], labels.values()
     for line in lines:
         unit = f", {line.metric.unit}" if line.metric.unit else ""
         contents: dict[str, Cell | str] = {
@@ -191,12 +220,12 @@ def _table(lines: Sequence[Line], labels: Mapping[str, str], notes: Sequence[str
             if method in line.differences:
                 found = line.differences[method]
                 value = found.mean if len(found.seeds) > 1 else None
-                contents[f"{label} − Baseline"] = Cell(difference_text(line.metric, found), value)
+                contents[f"{label} − {first}"] = Cell(difference_text(line.metric, found), value)
             elif any(method in other.differences for other in lines):
-                contents[f"{label} − Baseline"] = Cell("–")
+                contents[f"{label} − {first}"] = Cell("–")
         rows.append(Row(contents, group=str(line.majority is None)))
-    caption = "Means over seeds, and paired differences from Baseline with their 95 % intervals"
-    return Table(NAME, caption, rows, notes)
+    caption = f"Means over seeds, and paired differences from {first} with their 95 % intervals"
+    return Table(name, caption, rows, notes)
 
 
 def _csv(lines: Sequence[Line]) -> str:

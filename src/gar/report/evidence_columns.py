@@ -7,11 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from gar.metrics import METRICS
+from gar.metrics import METRICS, Metric
 from gar.report._table import Cell, Table, interval, shown
 from gar.report.verdict import POINTS, Paired
 
 SHOWN = ("load_variance", "utilization", "gradient_mass_purity", "nmi", "task_cosine")
+
+RHO = Metric("rho", "Spearman's correlation", digits=2, bounds=(-1, 1))
 
 Part = str | Table
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from gar.methods import REFERENCE
-from gar.metrics import holm, t_test
+from gar.metrics import Prediction, holm, predicts, t_test
 from gar.report._table import Row, Table, shown
 from gar.report.evidence import ALONE, FEW, FORMS, KINDS, RATES, Cell, Evidence, kind, label, verdict
 from gar.report.evidence_columns import (
+    RHO,
     Part,
     accuracies_of,
     accuracy_of,
@@ -279,6 +280,21 @@ def tasks_alone(evidence: Evidence) -> Iterator[Alone]:
         yield Alone(task, Paired.of(one, eight), mixture, aligned)
 
 
+def alone_predicts(evidence: Evidence) -> Prediction | None:
+    """How what one expert does to a task by itself goes with what GAR at coefficient 1 does to it.
+
+    None where no task has both.
+    """
+    found = [each for each in tasks_alone(evidence) if each.aligned.seeds]
+    if not found:
+        return None
+    return predicts(
+        [each.one.mean for each in found],
+        [each.aligned.mean for each in found],
+        [{each.task} for each in found],
+    )
+
+
 def alone(evidence: Evidence) -> list[Part]:
     """What each task loses with one expert, beside what it loses when experts follow the tasks."""
     rows = []
@@ -301,17 +317,21 @@ def alone(evidence: Evidence) -> list[Part]:
 
 def _alone_said(evidence: Evidence) -> list[str]:
     found = [each for each in tasks_alone(evidence) if each.aligned.seeds]
-    if not found:
+    if (going := alone_predicts(evidence)) is None:
         return []
     lost = [each for each in found if kind(each.one) == KINDS[1]]
     worse = [each for each in found if kind(each.aligned) == KINDS[1]]
     both = sum(each in lost for each in worse)
     names = f" ({listing([each.task for each in lost])})" if lost else ""
     verb = "is" if len(lost) == 1 else "are"
+    rho, low, high = (RHO.bound(value, True) for value in (going.rho, going.low, going.high))
+    what = f"Over the tasks the two differences go together (Spearman {rho}, 95 % interval {low} to {high})."
+    if not (going.found and going.rho > 0):
+        what = f"That the two differences go together is not shown (Spearman {rho}, {low} to {high})."
     return [
         f"By itself, {len(lost)} of {counted(len(found), 'task')} {verb} worse with one expert than with "
         f"eight{names}. In their mixtures {both} of these and {len(worse) - both} of the other "
-        f"{len(found) - len(lost)} are worse under GAR at coefficient 1 than under Baseline.\n"
+        f"{len(found) - len(lost)} are worse under GAR at coefficient 1 than under Baseline. {what}\n"
     ]
 
 

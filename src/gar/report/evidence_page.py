@@ -15,7 +15,7 @@ from statistics import fmean, median
 from matplotlib.figure import Figure
 
 from gar.methods import PROPOSED, REFERENCE
-from gar.metrics import METRICS, Metric, holm
+from gar.metrics import METRICS, holm
 from gar.presets import paper
 from gar.report._style import svg
 from gar.report._table import Row, Table, interval, shown
@@ -38,6 +38,7 @@ from gar.report.evidence import (
     verdict,
 )
 from gar.report.evidence_columns import (
+    RHO,
     Part,
     accuracies_of,
     accuracy_of,
@@ -68,8 +69,6 @@ NEAREST = {
 }
 #: The share of experts in use below which a run has hardly any.
 COLLAPSED = 0.25
-
-RHO = Metric("rho", "Spearman's correlation", digits=2, bounds=(-1, 1))
 
 INTRODUCTION = """\
 # What GAR does on real tasks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gar.methods import PROPOSED, REFERENCE
 from gar.report.evidence import APART, KINDS, Cell, Evidence, kind
+from gar.report.evidence_columns import RHO
+from gar.report.evidence_controls import alone_predicts
 from gar.report.verdict import Paired, listing, number, signed
 
 #: Differences of each kind that are named, the largest.
@@ -34,7 +36,18 @@ def summary(evidence: Evidence) -> str:
     )
     if unknown:
         said += f" Too few seeds to compare in {number(unknown)}."
-    return f"{said} Intervals are 95 %, over seeds, nominal.{absent}"
+    return f"{said} Intervals are 95 %, over seeds, nominal.{_by_itself(evidence)}{absent}"
+
+
+def _by_itself(evidence: Evidence) -> str:
+    found = alone_predicts(evidence)
+    if found is None or not (found.found and found.rho > 0):
+        return ""
+    return (
+        " At coefficient 1, where experts follow the tasks, a task gains or loses what one expert does to it "
+        f"by itself (Spearman {RHO.text(found.rho, sign=True)} over {number(found.tasks)} tasks): "
+        "`gar compare --alone` asks that of yours."
+    )
 
 
 def _kinds(evidence: Evidence) -> dict[str, list[tuple[Cell, Paired]]]:
