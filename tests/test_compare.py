@@ -27,8 +27,9 @@ from gar.cli.app import run as command_line
 from gar.comparison import Comparison, Kind, Stopped, compare, judge, recommend
 from gar.comparison.alone import TasksAlone
 from gar.comparison.arms import make_arms
-from gar.comparison.compare import failure_lines, point, recommendation_lines
+from gar.comparison.compare import point
 from gar.comparison.estimate import Estimate, Prepared, makespan
+from gar.comparison.outcome import failure_lines, recommendation_lines
 from gar.data import load_mixture, selection_mixture
 from gar.errors import UserError
 from gar.evaluation import load_model

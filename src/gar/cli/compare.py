@@ -15,7 +15,7 @@ from rich.table import Table
 from gar.cli.options import DataDirOption, DeviceOption, option_overrides
 from gar.comparison import Comparison
 from gar.comparison.compare import compare as compare_methods
-from gar.comparison.compare import failure_lines, recommendation_lines
+from gar.comparison.outcome import failure_lines, recommendation_lines
 from gar.config import parse_overrides
 from gar.errors import UserError
 from gar.report.comparison import Line, difference_text

@@ -3,7 +3,8 @@
 :func:`compare` is ``gar compare``; :func:`judge` and :func:`recommend` are its rules on plain numbers.
 """
 
-from gar.comparison.compare import Comparison, Recommended, Stopped, compare
+from gar.comparison.compare import Stopped, compare
+from gar.comparison.outcome import Comparison, Recommended
 from gar.comparison.recommend import Recommendation, recommend
 from gar.report.verdict import Kind, Verdict, judge
 
