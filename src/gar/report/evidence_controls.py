@@ -265,7 +265,7 @@ class Alone(NamedTuple):
 
 
 def tasks_alone(evidence: Evidence) -> Iterator[Alone]:
-    """Every task that was trained by itself with both numbers of experts."""
+    """Every task that was trained by itself with both numbers of experts, and the first mixture with it."""
     found = {mixture: None for _, mixture in evidence.cells([ALONE])}
     for task in found:
         one, eight = (evidence.values("accuracy", setting, task, REFERENCE) for setting in (ONE, EIGHT))
