@@ -569,6 +569,22 @@ def test_what_one_expert_does_is_said_of_every_task() -> None:
     )
 
 
+def test_tasks_by_themselves_run_where_their_time_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of Baseline that fails when it is timed is left to its runs."""
+
+    def timed(model: Any, source: Any, config: configuration.Config) -> float | None:
+        return None if config.method.name == "baseline" else 0.01
+
+    monkeypatch.setattr("gar.comparison.estimate._update_seconds", timed)
+    comparison, told = quietly(tiny(), ["gar"], 1, tmp_path, alone=True)
+    assert "estimate: unknown" in told
+    assert comparison.exit_code == 0
+    assert comparison.beside is not None
+    assert all(set(line.means) == {"all_experts", "one_expert"} for line in comparison.beside.lines)
+
+
 def test_a_failed_task_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(job: Job) -> Event | None:
         return fail(job, "no luck") if "one_expert/nli" in job.id else None
@@ -609,9 +625,8 @@ def test_the_search_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert stored.optimizer.learning_rate == 2e-6
     assert stored.method.to_config()["coefficient"] == 1e-5
     alone = configuration.load(tmp_path / "alone/one_expert/nli/baseline/seed-1/config.yaml")
-    assert (
-        alone.optimizer == configuration.build(trees["baseline"]).optimizer
-    )  # Baseline's chosen rate, for each task
+    # Baseline's chosen values, for each task.
+    assert alone.optimizer == configuration.build(trees["baseline"]).optimizer
     inline.clear()
     quietly(tiny(), ["gar"], 2, tmp_path, search=Budget(updates=2), alone=True)
     assert inline == []

@@ -340,6 +340,19 @@ def test_a_task_by_itself_stands_beside_its_mixture() -> None:
         ):
             a, b = ([float(each[metric]) for each in lines if name in each["id"]] for name in names)
             assert shows(row, a, b)
+    pairs = [
+        [
+            np.mean([float(e[metric]) for e in lines if a in e["id"]])
+            - np.mean([float(e[metric]) for e in lines if b in e["id"]])
+            for lines, metric, a, b in (
+                (alone, "accuracy", f"alone_one/{task}/", f"alone_eight/{task}/"),
+                (together, f"accuracy.{task}", "/raw-1/", "/baseline/"),
+            )
+        ]
+        for task in TASKS
+    ]
+    rho = stats.spearmanr(*np.array(pairs).T).statistic
+    assert rf"| strong\_top1 | raw-1 | 6 | {rho:+.2f} |" in table
     said = "By itself, 2 of 6 tasks are worse with one expert than with eight (sst2 and cb)."
     assert said in section(text, "In short")
     assert "In their mixtures 2 of these and 0 of the other 4 are worse" in table

@@ -118,5 +118,5 @@ class TasksAlone:
 #: What the sentence is good for.
 MEANING = (
     "A router that follows the tasks gives each of them experts of its own, so this is what a task may gain "
-    "or lose by that. So it was, task by task, under GAR at coefficient 1 on the tasks of docs/results.md."
+    "or lose by that. On the tasks of docs/results.md it went with what GAR at coefficient 1 did to them."
 )

@@ -115,7 +115,8 @@ def compare(
         _train(plan, out, executor, stopping, estimate, jobs, console)
         if alone:
             apart = TasksAlone.of(arms, updates)  # a search has changed the configurations
-            seconds = {} if not estimate.runs else {REFERENCE: _alone_seconds(estimate, len(mixture.tasks))}
+            known_length = REFERENCE in estimate.runs
+            seconds = {REFERENCE: _alone_seconds(estimate, len(mixture.tasks))} if known_length else {}
             told(f"each task by itself, with {listing([*apart.labels.values()])}: {counted(len(apart))}")
             with hold(out / ALONE):
                 plan = make_plan(apart, out / ALONE, retry_failed)

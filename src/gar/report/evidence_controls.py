@@ -11,7 +11,7 @@ import pandas as pd
 
 from gar.methods import REFERENCE
 from gar.metrics import Prediction, holm, predicts, t_test
-from gar.report._table import Row, Table, shown
+from gar.report._table import Row, Table, interval, shown
 from gar.report.evidence import ALONE, FEW, FORMS, KINDS, RATES, Cell, Evidence, kind, label, verdict
 from gar.report.evidence_columns import (
     RHO,
@@ -251,7 +251,7 @@ top-1).
 """
 
 EIGHT, ONE = "alone_eight", "alone_one"
-#: Where a task stands beside others, and the form of GAR that is looked at there.
+#: Where a task stands beside others with as many experts a token, and the paper's form of GAR there.
 TOGETHER, ALIGNED = "strong_top1", "raw-1"
 
 
@@ -264,28 +264,27 @@ class Alone(NamedTuple):
     aligned: Paired  # GAR at coefficient 1 − Baseline
 
 
-def tasks_alone(evidence: Evidence) -> Iterator[Alone]:
+def tasks_alone(evidence: Evidence, setting: str = TOGETHER, form: str = ALIGNED) -> Iterator[Alone]:
     """Every task that was trained by itself with both numbers of experts, and the first mixture with it."""
-    found = {mixture: None for _, mixture in evidence.cells([ALONE])}
-    for task in found:
-        one, eight = (evidence.values("accuracy", setting, task, REFERENCE) for setting in (ONE, EIGHT))
+    for task in dict.fromkeys(mixture for _, mixture in evidence.cells([ALONE])):
+        one, eight = (evidence.values("accuracy", own, task, REFERENCE) for own in (ONE, EIGHT))
         if not one or not eight:
             continue
         name = f"accuracy.{task}"
         mixture, aligned = "–", Paired()
         for cell in evidence.cells(FORMS):
-            if cell[0] == TOGETHER and name in accuracies_of(evidence.rows(*cell, REFERENCE)):
-                mixture, aligned = cell[1], evidence.difference(name, cell, ALIGNED, REFERENCE)
+            if cell[0] == setting and name in accuracies_of(evidence.rows(*cell, REFERENCE)):
+                mixture, aligned = cell[1], evidence.difference(name, cell, form, REFERENCE)
                 break
         yield Alone(task, Paired.of(one, eight), mixture, aligned)
 
 
-def alone_predicts(evidence: Evidence) -> Prediction | None:
+def alone_predicts(evidence: Evidence, setting: str = TOGETHER, form: str = ALIGNED) -> Prediction | None:
     """How what one expert does to a task by itself goes with what GAR at coefficient 1 does to it.
 
     None where no task has both.
     """
-    found = [each for each in tasks_alone(evidence) if each.aligned.seeds]
+    found = [each for each in tasks_alone(evidence, setting, form) if each.aligned.seeds]
     if not found:
         return None
     return predicts(
@@ -312,7 +311,32 @@ def alone(evidence: Evidence) -> list[Part]:
         rows.append(Row(contents))
     if not rows:
         return ["Not run.\n"]
-    return [ABOUT_ALONE, Table("alone", "A task by itself, and in its mixture", rows), *_alone_said(evidence)]
+    table = Table("alone", "A task by itself, and in its mixture", rows)
+    return [ABOUT_ALONE, table, *_alone_said(evidence), *_alone_forms(evidence)]
+
+
+def _alone_forms(evidence: Evidence) -> list[Part]:
+    """The correlation of every form and setting; the tasks by themselves are top-1 throughout."""
+    places = dict.fromkeys(
+        (cell[0], method)
+        for cell in evidence.cells(FORMS[-1:])
+        for method in evidence.methods(cell)
+        if method != REFERENCE
+    )
+    rows = []
+    for setting, form in places:
+        if (going := alone_predicts(evidence, setting, form)) is not None:
+            contents = {
+                "setting": setting,
+                "form": form,
+                "tasks": str(going.tasks),
+                "Spearman": shown(RHO, going.rho, sign=True),
+                "95 %, over tasks": interval(RHO, going.low, going.high, sign=True),
+                "leaving a task out": interval(RHO, *going.without, sign=True),
+            }
+            rows.append(Row(contents))
+    caption = "One expert − eight by itself against GAR at coefficient 1 − Baseline in the mixture"
+    return [Table("alone-forms", caption, rows)] if rows else []
 
 
 def _alone_said(evidence: Evidence) -> list[str]:

@@ -44,8 +44,8 @@ def _by_itself(evidence: Evidence) -> str:
     if found is None or not (found.found and found.rho > 0):
         return ""
     return (
-        " At coefficient 1, where experts follow the tasks, a task gains or loses what one expert does to it "
-        f"by itself (Spearman {RHO.text(found.rho, sign=True)} over {number(found.tasks)} tasks): "
+        " At coefficient 1 and top-1 what a task gains or loses goes with what one expert does to it by "
+        f"itself (Spearman {RHO.text(found.rho, sign=True)} over {number(found.tasks)} tasks): "
         "`gar compare --alone` asks that of yours."
     )
 
