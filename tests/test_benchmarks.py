@@ -555,10 +555,12 @@ def script(name: str) -> dict[str, Any]:
 
 def test_the_page_has_the_tables_of_its_files(tmp_path: Path) -> None:
     module = script("tables.py")
-    page = module["PAGE"].read_text(encoding="utf-8")
-    assert module["filled"](page, module["RESULTS"]) == page
-    used = {name for _, name, _, _ in module["TABLE"].findall(page)}
-    assert {path.name for path in module["RESULTS"].glob("*.json")} <= used
+    pages = [page.read_text(encoding="utf-8") for page in module["PAGES"]]
+    for page in pages:
+        assert module["filled"](page, module["RESULTS"]) == page
+    assert {path.name for path in module["RESULTS"].glob("*.json")} <= set().union(
+        *map(module["used"], pages)
+    )
     text = "before\n<!-- table: a.json method=gar -->\nold\n<!-- end -->\nafter"
     nothing = module["filled"](text, tmp_path)
     assert "Not measured yet (a.json)" in nothing
@@ -568,6 +570,41 @@ def test_the_page_has_the_tables_of_its_files(tmp_path: Path) -> None:
     assert filled.startswith("before\n<!-- table: a.json method=gar -->\n")
     assert filled.endswith("<!-- end -->\nafter")
     assert module["filled"](filled, tmp_path) == filled
+
+
+def test_the_page_of_ranks_has_a_line_a_file(tmp_path: Path) -> None:
+    module = script("tables.py")
+    ranks = [
+        {
+            "ranks": 1,
+            "ms": 100.0,
+            "lowest": 99.0,
+            "highest": 101.0,
+            "bytes": 0.0,
+            "peak_gib": 3.0,
+            "speedup": 1.0,
+        },
+        {
+            "ranks": 2,
+            "ms": 62.5,
+            "lowest": 60.0,
+            "highest": 70.0,
+            "bytes": 5e6,
+            "peak_gib": 2.0,
+            "speedup": 1.6,
+        },
+    ]
+    for name, setting in (
+        ("a", {"precision": "tf32"}),
+        ("b", {"precision": "tf32", "mixture.batch_size": 8}),
+    ):
+        told = {"setting": setting, "machine": "a machine", "lines": ranks}
+        (tmp_path / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
+    text = module["filled"]("<!-- ranks: a.json b.json -->\nold\n<!-- end -->\n", tmp_path)
+    numbers = "100.0 (99.0 to 101.0) | 62.5 (60.0 to 70.0) | 1.60 | 5 | 3.0, 2.0 |"
+    assert text.count("a machine") == 1
+    assert f"| tf32 | 32 | {numbers}\n| tf32 | 8 | {numbers}\n\n<!-- end -->" in text
+    assert module["used"](text) == {"a.json", "b.json"}
 
 
 def test_the_script_of_the_presets() -> None:
