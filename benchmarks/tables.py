@@ -1,8 +1,8 @@
 """Fill the tables of docs/benchmarks.md and docs/ranks.md from benchmarks/results: none of them is typed.
 
-A table of ``gar bench`` stands between ``<!-- table: FILE LABEL=VALUE ... -->`` and ``<!-- end -->``, where the
-labels choose lines; one of benchmarks/ranks.py between ``<!-- ranks: FILE FILE ... -->`` and ``<!-- end -->``, a
-line a file.
+A table of ``gar bench`` stands between ``<!-- table: FILE LABEL=VALUE ... -->`` and ``<!-- end -->``: the
+labels choose lines. One of benchmarks/ranks.py stands between ``<!-- ranks: FILE FILE ... -->`` and the
+same end, with a line a file.
 """
 
 from __future__ import annotations
