@@ -229,6 +229,8 @@ def test_what_is_sent_is_counted(workers: Pool) -> None:
     tensors = [[torch.zeros(300, dtype=torch.float32)] for _ in range(3)]
     for _, sent in workers.run(3, _summed, tensors, 2**20):
         assert sent == 2 * 2 * 100 * 4  # its share of 100 floats from and to two others
+    for _, sent in workers.run(2, _summed, tensors, 2**20):
+        assert sent == 300 * 4  # all of them to the other
     assert workers.run(1, _summed, tensors, 2**20)[0][1] == 0
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gar.distributed.ranks import Ranks
 from gar.objective import accurate
@@ -209,9 +210,9 @@ def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     """Every tensor becomes its sum over ranks, in place, in its own dtype; the same bits on every rank.
 
     All ranks have the same tensors in the same order. A rank sums its share of a bucket, in the order of the
-    ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Of a
-    matrix with 8,192 rows or more only those travel that are not zero on some rank, if they are fewer than
-    half.
+    ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Two ranks
+    each sum all of it, which takes as many. Of a matrix with 8,192 rows or more only those travel that are
+    not zero on some rank, if they are fewer than half.
     """
     if ranks.count == 1:
         return
@@ -241,17 +242,31 @@ def _used_rows(tensor: Tensor, ranks: Ranks) -> Tensor | None:
 @torch.no_grad()
 def sum_bucket(bucket: Sequence[Tensor], ranks: Ranks) -> None:
     """:func:`sum_tensors` of some tensors of one dtype and device, in one exchange."""
-    size = sum(tensor.numel() for tensor in bucket)
-    share = -(-size // ranks.count)
-    rest = bucket[0].new_zeros(share * ranks.count - size)
-    flat = torch.cat([*(tensor.reshape(-1) for tensor in bucket), rest])
-    parts = ranks.turn(flat.view(ranks.count, share))
-    total = accurate(parts[0]) if flat.is_floating_point() else parts[0]
-    for part in parts[1:]:
-        total = total + part
-    summed = ranks.gather(total.to(flat.dtype)).view(-1)[:size]
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    summed = _sum_of(flat, ranks) if ranks.count == 2 else _sum_by_shares(flat, ranks)
     for tensor, own in zip(bucket, summed.split([t.numel() for t in bucket]), strict=True):
         tensor.copy_(own.view(tensor.shape))
+
+
+def _sum_of(flat: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, which each takes of all there is: of two, as many bytes in half the exchanges."""
+    return _added(ranks.gather(flat))
+
+
+def _sum_by_shares(flat: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, of which each takes a share and tells it to all."""
+    share = -(-len(flat) // ranks.count)
+    padded = functional.pad(flat, (0, share * ranks.count - len(flat)))
+    parts = ranks.turn(padded.view(ranks.count, share))
+    return ranks.gather(_added(parts)).view(-1)[: len(flat)]
+
+
+def _added(parts: Tensor) -> Tensor:
+    """The sum [n] of parts [W, n] in the order of the ranks, in their dtype; half precision in float32."""
+    total = accurate(parts[0]) if parts.is_floating_point() else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def buckets(tensors: Sequence[T], limit: int) -> Iterator[list[T]]:
