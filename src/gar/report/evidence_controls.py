@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -55,6 +55,7 @@ class Rate(NamedTuple):
     whole: Paired  # the method − Baseline
     alone: Paired  # its rate alone − Baseline
     rest: Paired  # the method − its rate alone
+    p: float  # of the rest, of a paired t-test
 
     @property
     def label(self) -> str:
@@ -76,8 +77,28 @@ def at_their_rates(evidence: Evidence) -> Iterator[Rate]:
                 values_of(evidence.rows(*cell, REFERENCE)["learning_rate"]),
                 Paired.of(with_it, usual),
                 Paired.of(alone, usual),
-                Paired.of(with_it, alone),
+                rest := Paired.of(with_it, alone),
+                p_value(with_it, alone, rest),
             )
+
+
+def p_value(ours: Mapping[int, float], theirs: Mapping[int, float], found: Paired) -> float:
+    """Of the paired t-test behind a difference of values by seed; NaN where nothing is claimed of it."""
+    own = [ours[seed] - theirs[seed] for seed in found.seeds]
+    return t_test(own) if len(own) >= LEAST_SEEDS else math.nan
+
+
+def survivors(ps: Sequence[float], names: Sequence[str]) -> str:
+    """What is left after Holm's correction for all of these tests; ``names`` is empty where none counts."""
+    left = [name for name, p in zip(names, holm(ps), strict=True) if name and p < LEVEL]
+    tested = sum(not math.isnan(p) for p in ps)
+    return f"{listing(left) if left else 'none of these'} after Holm's correction for {tested}"
+
+
+ABOUT_RATES = """\
+`evidence_rates` has Baseline's update at the searched learning rate of each other method. GAR was not
+switched off at its own, so its differences from Baseline hold its learning rate too.
+"""
 
 
 def rates(evidence: Evidence) -> list[Part]:
@@ -104,7 +125,7 @@ def rates(evidence: Evidence) -> list[Part]:
         notes.append(f"{', '.join(rate.cell)}: {said}.")
     if not rows:
         return ["Not run.\n"]
-    return [Table("rates", "The methods switched off, at their learning rates", rows, notes)]
+    return [ABOUT_RATES, Table("rates", "The methods switched off, at their learning rates", rows, notes)]
 
 
 def rates_in_short(evidence: Evidence) -> list[str]:
@@ -112,7 +133,13 @@ def rates_in_short(evidence: Evidence) -> list[str]:
     found_rates = list(at_their_rates(evidence))
     if not found_rates:
         return []
-    found = tally((rate.rest, f"{rate.label} in {', '.join(rate.cell)}") for rate in found_rates)
+    places = [f"{rate.label} in {', '.join(rate.cell)}" for rate in found_rates]
+    found = tally((rate.rest, place) for rate, place in zip(found_rates, places, strict=True))
+    apart = [
+        place if kind(rate.rest) in KINDS[:2] else "" for rate, place in zip(found_rates, places, strict=True)
+    ]
+    if any(apart):
+        found += f"; {survivors([rate.p for rate in found_rates], apart)}"
     told = [rate for rate in found_rates if kind(rate.whole) in KINDS[:2]]
     alike = sum(kind(rate.alone) == kind(rate.whole) for rate in told)
     return [
@@ -127,9 +154,10 @@ def rates_in_short(evidence: Evidence) -> list[str]:
 ABOUT_FORMS = """\
 `evidence_top4` explores: 19 forms and coefficients of GAR at one learning rate, five seeds. `evidence_strong`
 asks again: the three forms at coefficient 1, fixed before it ran, on ten other seeds, at Baseline's searched
-learning rate, on two more mixtures. `evidence_few` is Baseline with as many experts as those forms left in
-use: what fewer experts gain alone. p-values are of paired t-tests, adjusted by Holm's method for all lines
-of a suite.
+learning rate, on two more mixtures. `evidence_few` is Baseline with about as many experts as raw and unit
+rows left in use on `six_complete`: what fewer experts gain alone. On the other mixtures these forms left
+other numbers of them in use (utilization, below): there it has fewer experts, but not as many. p-values are
+of paired t-tests, adjusted by Holm's method for all lines of a suite.
 """
 
 
@@ -139,7 +167,8 @@ class Form(NamedTuple):
     cell: Cell
     method: str
     gain: Paired
-    p: float  # adjusted for all forms of its suite
+    p: float  # of a paired t-test, not adjusted
+    adjusted: float  # by Holm's method, for all forms of its suite
 
     @property
     def place(self) -> str:
@@ -158,10 +187,10 @@ def forms_of(evidence: Evidence, suite: str) -> list[Form]:
     ps = []
     for (cell, method), gain in zip(found, gains, strict=True):
         ours, theirs = (evidence.values("accuracy", *cell, name) for name in (method, REFERENCE))
-        own = [ours[seed] - theirs[seed] for seed in gain.seeds]
-        ps.append(t_test(own) if len(own) >= LEAST_SEEDS else math.nan)
-    adjusted = holm(ps)
-    return [Form(*place, gain, p) for place, gain, p in zip(found, gains, adjusted, strict=True)]
+        ps.append(p_value(ours, theirs, gain))
+    return [
+        Form(*place, gain, p, own) for place, gain, p, own in zip(found, gains, ps, holm(ps), strict=True)
+    ]
 
 
 def forms(evidence: Evidence) -> list[Part]:
@@ -174,7 +203,7 @@ def forms(evidence: Evidence) -> list[Part]:
             rows = [Row({"form": label(REFERENCE), **_columns(usual, Paired(), math.nan)})]
             for form in (form for form in found if form.cell == cell):
                 runs = evidence.rows(*cell, form.method)
-                rows.append(Row({"form": form.method, **_columns(runs, form.gain, form.p)}))
+                rows.append(Row({"form": form.method, **_columns(runs, form.gain, form.adjusted)}))
             parts.append(Table("forms", f"{suite}: {', '.join(cell)}", rows))
             if suite == FORMS[-1]:  # the other one has too many forms
                 own = [form.method for form in found if form.cell == cell]
@@ -212,13 +241,11 @@ def forms_in_short(evidence: Evidence) -> list[str]:
 
 def _told(suite: str, found: Sequence[Form]) -> str:
     """How many forms their own interval tells apart from Baseline, and how many all of them together."""
-    apart = [form for form in found if kind(form.gain) in KINDS[:2]]
-    left = [form.place for form in apart if form.p < LEVEL]
-    tested = sum(not math.isnan(form.p) for form in found)
-    after = f"; {listing(left) if left else 'none of these'} after Holm's correction for {tested}"
+    apart = [form.place if kind(form.gain) in KINDS[:2] else "" for form in found]
+    after = f"; {survivors([form.p for form in found], apart)}"
     return (
         f"Forms of GAR in `{suite}` ([forms](#forms-of-gar)) against Baseline: "
-        f"{tally((form.gain, form.place) for form in found)}{after if apart else ''}."
+        f"{tally((form.gain, form.place) for form in found)}{after if any(apart) else ''}."
     )
 
 
@@ -247,7 +274,8 @@ A router that follows the tasks gives each of them experts of its own; what is l
 task it is. `evidence_alone` trains each task by itself, with the eight experts of top-1 and with one, at the
 same learning rate and for as many updates as in the mixtures: what a task loses there, it loses by having one
 expert. Beside it stands what the task loses in its mixture under GAR at coefficient 1 (`evidence_strong`,
-top-1).
+top-1). No task was trained by itself at top-4: the mixtures of top-4 stand beside the tasks of top-1, at
+another learning rate.
 """
 
 EIGHT, ONE = "alone_eight", "alone_one"
@@ -260,6 +288,7 @@ class Alone(NamedTuple):
 
     task: str
     one: Paired  # one expert − eight
+    p: float  # of it
     mixture: str
     aligned: Paired  # GAR at coefficient 1 − Baseline
 
@@ -276,7 +305,7 @@ def tasks_alone(evidence: Evidence, setting: str = TOGETHER, form: str = ALIGNED
             if cell[0] == setting and name in accuracies_of(evidence.rows(*cell, REFERENCE)):
                 mixture, aligned = cell[1], evidence.difference(name, cell, form, REFERENCE)
                 break
-        yield Alone(task, Paired.of(one, eight), mixture, aligned)
+        yield Alone(task, gain := Paired.of(one, eight), p_value(one, eight, gain), mixture, aligned)
 
 
 def alone_predicts(evidence: Evidence, setting: str = TOGETHER, form: str = ALIGNED) -> Prediction | None:
@@ -344,18 +373,24 @@ def _alone_said(evidence: Evidence) -> list[str]:
     if (going := alone_predicts(evidence)) is None:
         return []
     lost = [each for each in found if kind(each.one) == KINDS[1]]
+    gained = [each for each in found if kind(each.one) == KINDS[0]]
     worse = [each for each in found if kind(each.aligned) == KINDS[1]]
     both = sum(each in lost for each in worse)
-    names = f" ({listing([each.task for each in lost])})" if lost else ""
-    verb = "is" if len(lost) == 1 else "are"
+    told = [
+        f"{len(own)} {'is' if len(own) == 1 else 'are'} {what}{f' ({names})' if names else ''}"
+        for what, own in (("better", gained), ("worse", lost))
+        for names in [listing([each.task for each in own]) if own else ""]
+    ]
+    apart = [each.task if each in lost or each in gained else "" for each in found]
+    after = f"; {survivors([each.p for each in found], apart)}" if any(apart) else ""
     rho, low, high = (RHO.bound(value, True) for value in (going.rho, going.low, going.high))
     what = f"Over the tasks the two differences go together (Spearman {rho}, 95 % interval {low} to {high})."
     if not (going.found and going.rho > 0):
         what = f"That the two differences go together is not shown (Spearman {rho}, {low} to {high})."
     return [
-        f"By itself, {len(lost)} of {counted(len(found), 'task')} {verb} worse with one expert than with "
-        f"eight{names}. In their mixtures {both} of these and {len(worse) - both} of the other "
-        f"{len(found) - len(lost)} are worse under GAR at coefficient 1 than under Baseline. {what}\n"
+        f"By itself, of {counted(len(found), 'task')} {' and '.join(told)} with one expert than with "
+        f"eight{after}. In their mixtures {both} of those that are worse and {len(worse) - both} of the "
+        f"other {len(found) - len(lost)} are worse under GAR at coefficient 1 than under Baseline. {what}\n"
     ]
 
 

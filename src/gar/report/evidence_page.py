@@ -24,6 +24,7 @@ from gar.report.evidence import (
     APART,
     COEFFICIENTS,
     DENOMINATOR,
+    FORMS,
     KINDS,
     OTHERS,
     PAIRS,
@@ -56,7 +57,7 @@ from gar.report.evidence_controls import (
     rates_in_short,
 )
 from gar.report.evidence_figures import FIGURES
-from gar.report.verdict import POINTS, Paired, counted
+from gar.report.verdict import POINTS, Paired, counted, listing
 
 #: A suite's setting, and the paper's that is nearest to it.
 NEAREST = {
@@ -192,7 +193,8 @@ def _short(evidence: Evidence) -> list[Part]:
     kinds = Counter(map(kind, found[PROPOSED].values()))
     total = kinds.total()
     head = (
-        f"GAR against Baseline in {total} {'cells' if total > 1 else 'cell'} of setting and mixture: "
+        f"GAR, at its searched or default coefficient, against Baseline in {total} "
+        f"{'cells' if total > 1 else 'cell'} of setting and mixture: "
         + ", ".join(f"{kinds[each]} {each}" for each in KINDS if kinds[each])
     )
     apart = [
@@ -221,7 +223,9 @@ def _short(evidence: Evidence) -> list[Part]:
         *alone_in_short(evidence),
         *_without_experts(evidence),
         "",
-        Table("short", "GAR − Baseline in every cell", rows),
+        Table("short", "GAR − Baseline in every cell, at its searched or default coefficient", rows),
+        "Pairs and triples of tasks ([below](#when-does-alignment-help)) and other forms and coefficients of "
+        "GAR ([below](#forms-of-gar)) are not among these cells.\n",
         Table("methods", "Every method against Baseline, in numbers of cells", _all_methods(found)),
     ]
 
@@ -229,18 +233,23 @@ def _short(evidence: Evidence) -> list[Part]:
 def _without_experts(evidence: Evidence) -> list[str]:
     """Whether experts are of any use at all: the forms that collapsed, against the coefficient 0."""
     kinds: Counter[str] = Counter()
+    mixtures: dict[str, None] = {}
     for cell in evidence.cells([COEFFICIENTS, DENOMINATOR]):
         for method in evidence.methods(cell):
             if method != "gar-0" and mean_of(evidence.rows(*cell, method), "utilization") < COLLAPSED:
                 kinds[kind(evidence.difference("accuracy", cell, method, "gar-0"))] += 1
+                mixtures[cell[1]] = None
     if not kinds:
         return []
     said = ", ".join(f"{kinds[each]} {each}" for each in KINDS if kinds[each])
     one_way = kinds["better"] and not kinds["worse"]
-    better = " Where they are told apart, hardly any experts do better than eight." if one_way else ""
+    better = (
+        f" Where they are told apart, on {listing(list(mixtures))}, hardly any experts do better than eight; "
+        "what fewer do on other mixtures is [below](#forms-of-gar), too."
+    )
     return [
         "- Forms of GAR that leave fewer than a quarter of the experts in use, against coefficient 0 "
-        f"([below](#coefficient-and-denominator)): {said}.{better}"
+        f"([below](#coefficient-and-denominator)): {said}.{better if one_way else ''}"
     ]
 
 
@@ -418,35 +427,36 @@ def _coefficients(evidence: Evidence) -> list[Part]:
 
 
 def _balance(evidence: Evidence) -> list[Part]:
-    rows = []
-    for name, down in (("load_variance", True), ("gradient_mass_purity", False), ("nmi", False)):
-        told: dict[str, int] = dict.fromkeys(("changed", "better", "worse", "neither"), 0)
-        for cell in evidence.cells(s for s in evidence.suites if s not in APART):
-            for method in evidence.methods(cell):
-                change = evidence.difference(name, cell, method, REFERENCE)
-                gain = evidence.difference("accuracy", cell, method, REFERENCE)
-                if (
-                    method == REFERENCE
-                    or not (change.side < 0 if down else change.side > 0)
-                    or math.isnan(gain.low)
-                ):
-                    continue
-                told["changed"] += 1
-                told["better" if gain.side > 0 else "worse" if gain.side < 0 else "neither"] += 1
-        word = "lower" if down else "higher"
-        contents = {
-            "measured": f"{METRICS[name].label} {word} than Baseline's, by its interval",
-            "methods and mixtures": str(told["changed"]),
-            **{f"accuracy {word}": str(told[word]) for word in ("better", "worse", "neither")},
-        }
-        rows.append(Row(contents))
-    if not any(True for _ in evidence.cells(s for s in evidence.suites if s not in APART)):
-        return ["Not run.\n"]
-    return [
-        Table(
-            "balance", "What became of accuracy where experts are more evenly used, or specialise more", rows
-        )
+    """Of all compared methods, and of the forms of GAR that align the most."""
+    whose = {
+        "compared methods": [s for s in evidence.suites if s not in APART],
+        f"`{FORMS[-1]}`": FORMS[-1:],
+    }
+    rows = [
+        Row({"of": of, **_became(evidence, suites, name, down)})
+        for of, suites in whose.items()
+        if any(True for _ in evidence.cells(suites))
+        for name, down in (("load_variance", True), ("gradient_mass_purity", False), ("nmi", False))
     ]
+    caption = "What became of accuracy where experts are more evenly used, or specialise more"
+    return [Table("balance", caption, rows)] if rows else ["Not run.\n"]
+
+
+def _became(evidence: Evidence, suites: Sequence[str], name: str, down: bool) -> dict[str, str]:
+    """Accuracy of the methods and mixtures whose metric their own interval tells to be ``down`` (or up)."""
+    told: dict[str, int] = dict.fromkeys(("better", "worse", "neither"), 0)
+    for cell in evidence.cells(suites):
+        for method in evidence.methods(cell):
+            change = evidence.difference(name, cell, method, REFERENCE)
+            gain = evidence.difference("accuracy", cell, method, REFERENCE)
+            if method == REFERENCE or math.isnan(gain.low) or change.side != (-1 if down else 1):
+                continue
+            told["better" if gain.side > 0 else "worse" if gain.side < 0 else "neither"] += 1
+    return {
+        "measured": f"{METRICS[name].label} {'lower' if down else 'higher'} than Baseline's, by its interval",
+        "methods and mixtures": str(sum(told.values())),
+        **{f"accuracy {word}": str(count) for word, count in told.items()},
+    }
 
 
 def _range(cosines: Sequence[float]) -> str:
@@ -509,7 +519,9 @@ def _answer(evidence: Evidence) -> str:
         said = f"GAR gains more where tasks agree more ({known}), against the expectation."
     carried = predictor(evidence)
     if carried is None:
-        return f"{said} Nothing measured under Baseline predicts GAR's gain over these mixtures.\n"
+        return (
+            f"{said} Nothing measured under Baseline was found to predict GAR's gain over these mixtures.\n"
+        )
     return (
         f"{said} Carried as a predictor: {METRICS[carried.predictor].label} {carried.when}, "
         f"Spearman {RHO.text(carried.answer.rho, True)}.\n"

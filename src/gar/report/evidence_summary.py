@@ -31,12 +31,14 @@ def summary(evidence: Evidence) -> str:
     where = "setting and mixture" if total == 1 else "settings and mixtures"
     open_, unknown = len(kinds["not told apart"]), len(kinds["not compared"])
     said = (
-        f"In {number(total)} {where}, on {listing(stored)}, GAR is better than Baseline in {told('better')}, "
-        f"worse in {told('worse')}, and not told apart from it in {number(open_) if open_ else 'none'}."
+        f"In {number(total)} {where}, on {listing(stored)}, GAR at its searched or default coefficient is "
+        f"better than Baseline in {told('better')}, worse in {told('worse')}, and not told apart from it in "
+        f"{number(open_) if open_ else 'none'}."
     )
     if unknown:
         said += f" Too few seeds to compare in {number(unknown)}."
-    return f"{said} Intervals are 95 %, over seeds, nominal.{_by_itself(evidence)}{absent}"
+    said += " Intervals are 95 %, over seeds, nominal; where it was searched, each has its own learning rate."
+    return f"{said}{_by_itself(evidence)}{absent}"
 
 
 def _by_itself(evidence: Evidence) -> str:
