@@ -27,9 +27,10 @@ test-all: install
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m slow
 
-# What compares floating-point results once more: two threads, and the oldest instruction set of every library.
+# What compares floating-point results once more: two threads, and the oldest instruction set of every library. With
+# BIN=DIR/bin in another environment, as it is.
 OLDEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem
-test-numerics: install
+test-numerics: $(if $(filter .venv/bin,$(BIN)),install)
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(OLDEST) $(BIN)/python -m pytest $(SPREAD) -m numerics tests
 
 lint: install

@@ -12,6 +12,6 @@ ROOT = Path(__file__).parent.parent
 project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
 extras = project["optional-dependencies"]
-for requirement in project["dependencies"] + extras["quickstart"] + extras["torchjd"]:
+for requirement in project["dependencies"] + extras["quickstart"] + extras["torchjd"] + extras["trainer"]:
     name, lowest = re.fullmatch(r"([\w-]+)(?:\[.*\])?>=([\d.]+)", requirement).groups()
     print(f"{name}=={pinned[name] if name in sys.argv[1:] else lowest}")
