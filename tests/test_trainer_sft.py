@@ -305,7 +305,7 @@ def test_packing_without_the_objective_is_trls(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for way, options, text in (
-        (None, {"sizes": {"router_aux_loss_coef": 0.001}}, r"router_aux_loss_coef=0\.0 .*balance_coefficient"),
+        (None, {"sizes": {"router_aux_loss_coef": 1e-3}}, r"router_aux_loss_coef=0\.0 .*balance_coefficient"),
         (None, {"sizes": {"packing": True, "packing_strategy": "wrapped"}}, "packing_strategy='bfd'"),
         (None, {"group_column": "grup"}, "did you mean 'group'"),
     ):
