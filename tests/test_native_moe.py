@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gar
 from gar.nn import RoutedLoRA
@@ -99,6 +101,71 @@ def test_a_checkpoint_is_one_observation(family: str, reentrant: bool) -> None:
         assert relative_error(rows, expected) < 1e-12
         shares, expected = (s.group_probabilities(GROUPS, COUNT).detach() for s in (site, other))
         assert relative_error(shares, expected) < 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_experts_that_run_twice_are_refused(reentrant: bool | None) -> None:
+    """Reentrant checkpoints run both forwards without gradients, and again in the backward."""
+    model = tiny_moe("olmoe").train()
+    model.model.layers[1] = model.model.layers[0]
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    (site,) = see(model, slow=False).observed.sites
+    with pytest.raises(RuntimeError, match="ran 2 forwards inside one observe block"):
+        site.group_gradients(GROUPS, WEIGHT)
+
+
+def test_a_checkpoint_inside_of_a_reentrant_one_is_one_observation() -> None:
+    found = []
+    for checkpointed in (False, True):
+        model = tiny_moe("olmoe")
+        for layer in model.model.layers:
+
+            def block(x: Tensor, own: Any = layer.mlp.forward) -> Tensor:
+                return torch.sin(own(x))  # saves something: the experts are computed again to their end
+
+            inner = partial(checkpoint, block, use_reentrant=False)
+            layer.mlp.forward = inner if checkpointed else block
+        if checkpointed:
+            model.train().gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        found.append(see(model, slow=False).observed.sites)
+    for expected, site in zip(*found, strict=True):
+        rows = site.group_gradients(GROUPS, WEIGHT)
+        assert relative_error(rows, expected.group_gradients(GROUPS, WEIGHT)) < 1e-12
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2**28])
+@pytest.mark.parametrize("groups", [torch.full((ROWS,), -1), torch.full((ROWS, TOKENS), -1)])
+def test_without_a_row_in_a_group_all_is_zero(groups: Tensor, max_bytes: int) -> None:
+    for site in see(tiny_moe("olmoe"), slow=False).observed.sites:
+        assert not site.group_gradients(groups, WEIGHT).any()
+        assert not site.group_gram(groups, WEIGHT, max_bytes=max_bytes).any()
+        assert not site.group_probabilities(groups, COUNT).any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "flex_olmo"])
+def test_a_weight_is_not_taken_for_a_number(family: str) -> None:
+    """One expert a token has the weight 1.0, and all tokens of one text may choose number 1."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 29}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    sizes |= {"num_local_experts": 2} if family == "mixtral" else {"num_experts": 2, "norm_topk_prob": True}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    layer = model.model.layers[0]
+    gate = layer.mlp.gate
+    for _ in range(2):
+        with gar.observe(model) as observed:
+            token_losses(model, torch.tensor([[5]]), torch.ones(1, 1)).sum().backward()
+        routing = observed.sites[0].routing
+        if routing.selected.flatten().tolist() == [False, True]:
+            break
+        gate.weight.data = gate.weight.data.flip(0)
+    assert routing.selected.flatten().tolist() == [False, True]
+    p = observed.sites[0].group_probabilities(torch.tensor([0]), 1)
+    torch.testing.assert_close(p.detach(), torch.tensor([[0.0, 1.0]], dtype=p.dtype))
+    assert p.requires_grad
 
 
 def test_frozen_experts_have_group_gradients() -> None:

@@ -84,6 +84,8 @@ class NativeRecord:
     made: dict[str, Factors] | None = None
     forwards: int = 0
     backwards: int = 0
+    #: Whether the recorded forward ran inside a backward.
+    late: bool = False
     #: Whether the router is called by us.
     again: bool = False
 
@@ -101,8 +103,13 @@ class NativeRecord:
         yield self.layer.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
 
     def _skipped(self) -> bool:
-        """No gradients, or the second forward of a checkpoint whose first one is recorded."""
-        return not torch.is_grad_enabled() or (in_backward() and self.forwards > 0) or self.again
+        """No gradients, or the second forward of a checkpoint whose first one is recorded.
+
+        Where the first one had no gradients (a reentrant checkpoint) the second is recorded, and another is a
+        forward of its own, but for what a checkpoint inside of it computes again.
+        """
+        repeated = in_backward() and self.forwards > 0 and (not self.late or saves_elsewhere())
+        return not torch.is_grad_enabled() or repeated or self.again
 
     def _block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1), None)
@@ -146,6 +153,7 @@ class NativeRecord:
         if self._skipped():
             return
         self.forwards += 1
+        self.late = in_backward()
         # Their names differ between the families, their order does not.
         x, index, weights = (*args, *kwargs.values())[:3]
         self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
@@ -191,7 +199,12 @@ class NativeRecord:
         if self.routed is None:
             return
         place = {
-            "index": _place(result, lambda t: t.shape == index.shape and torch.equal(t, index)),
+            # Of one expert a token the weights may be its number: 1.0, where all tokens choose number 1.
+            "index": _place(
+                result,
+                lambda t: not t.is_floating_point() and t.shape == index.shape and torch.equal(t, index),
+                first=index,
+            ),
             "weights": _place(result, lambda t: t.is_floating_point() and _same(t, weights), first=weights),
         }
         count = self.layer.experts.num_experts

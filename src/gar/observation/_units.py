@@ -117,6 +117,8 @@ def add_pairs(gram: Tensor, factors: Factors, max_bytes: int) -> None:
     left, right = factors
     assert right is not None
     rows, terms = left.shape[:2]
+    if not terms:
+        return
     # Two products of a block; what lies below the diagonal is that above it.
     block = max(1, max_bytes // max(1, 2 * rows * terms**2 * gram.element_size()))
     all_left, all_right = left.flatten(0, 1), right.flatten(0, 1)
