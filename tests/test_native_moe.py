@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from gar.nn import RoutedLoRA
 from gar.observation import Observed, balance_loss
 from gar.routing import Routing
 from support.tiny import relative_error
-from support.tiny_moe import FAMILIES, tiny_moe
+from support.tiny_moe import FAMILIES, MORE, tiny_moe
 
 GROUPS = torch.tensor([2, 0, 1, 0, -1, 2])
 #: Powers of two: norms and softmaxes inside of these models are float32, and scale exactly with these alone.
@@ -114,6 +115,121 @@ def test_experts_that_run_twice_are_refused(reentrant: bool | None) -> None:
     (site,) = see(model, slow=False).observed.sites
     with pytest.raises(RuntimeError, match="ran 2 forwards inside one observe block"):
         site.group_gradients(GROUPS, WEIGHT)
+
+
+@pytest.mark.parametrize("first", ["plain", "reentrant", "offloaded"])
+def test_two_micro_batches_are_refused_however_they_are_recomputed(first: str) -> None:
+    model = tiny_moe("olmoe").train()
+    ids, mask = texts()
+    elsewhere = torch.autograd.graph.save_on_cpu() if first == "offloaded" else contextlib.nullcontext()
+    with gar.observe(model) as observed, elsewhere:
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(2):
+            if number or first != "plain":
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+                model.enable_input_require_grads()
+            total = total + token_losses(model, ids, mask).sum()
+        total.backward()
+    for site in observed.sites:
+        with pytest.raises(RuntimeError, match="ran 2 forwards inside one observe block"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_what_a_hook_of_others_makes_of_the_output_is_not_the_experts_gradient(implementation: str) -> None:
+    model = tiny_moe("olmoe", implementation)
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_hook(lambda module, args, output: torch.tanh(output))
+    seen = see(model)
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 1e-12
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("family", ["nemotron_h", "gpt_oss"])
+def test_an_activation_in_place_is_observed_right(family: str, implementation: str) -> None:
+    model = tiny_moe(family, implementation)
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):
+            if module.has_gate:
+
+                def gate(pre: Tensor) -> Tensor:
+                    value, other = pre[..., ::2], pre[..., 1::2]
+                    return value.clamp_(max=0.5) * other
+
+                module._apply_gate = gate
+            else:
+                module.act_fn = nn.ELU(inplace=True)
+    seen = see(model)
+    for site, slow in zip(seen.observed.sites, seen.slow, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 1e-6
+
+
+@pytest.mark.parametrize("change", ["scale", "norm", "weights", "dropped", "step", "input"])
+def test_experts_that_return_something_else_are_refused(change: str) -> None:
+    """What was recomputed is compared with what the experts returned."""
+    model = tiny_moe("olmoe")
+    own = [layer.mlp.experts.forward for layer in model.model.layers]
+    made: dict[str, Any] = {
+        "scale": lambda forward, x, index, weights: 2 * forward(x, index, weights),
+        "norm": lambda forward, x, index, weights: functional.normalize(forward(x, index, weights), dim=-1),
+        "weights": lambda forward, x, index, weights: forward(x, index, weights**2),
+        "dropped": lambda forward, x, index, weights: forward(x, index, weights * (index > 0)),
+    }
+    if change in made:
+        for layer, forward in zip(model.model.layers, own, strict=True):
+            layer.mlp.experts.forward = partial(made[change], forward)
+    observed = see(model, slow=False).observed
+    if change == "step":
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for site in observed.sites:
+        if change == "input":
+            site._seen.x.mul_(0.5)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="is not what their weights give for this input"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+def test_the_mask_is_that_of_the_observed_forward() -> None:
+    model, other = tiny_moe("olmoe"), tiny_moe("olmoe")
+    ids, mask = texts()
+    expected = [s.group_probabilities(GROUPS, COUNT) for s in see(model, slow=False).observed.sites]
+    with gar.observe(model, other, gradients=False) as observed:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        model(input_ids=ids, attention_mask=mask.long())
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        other(input_ids=ids)
+    for site, p in zip(observed.sites, expected, strict=False):
+        assert torch.equal(site.group_probabilities(GROUPS, COUNT), p)
+    assert all(site.routing.mask is None for site in observed.sites[2:])
+
+
+def test_probabilities_in_the_place_of_logits_are_no_logits() -> None:
+    """Gemma4's router returns them: their softmax would be another one."""
+    if "gemma4_text" not in MORE:
+        pytest.skip("not in this release")
+    model = tiny_moe("gemma4_text")
+    ids, mask = texts()
+    router = next(m for m in model.modules() if type(m).__name__.endswith("Router"))
+    told: list[Any] = []
+    router.register_forward_hook(lambda module, args, result: told.append(result[0].detach()))
+    with gar.observe(model, gradients=False) as observed:
+        model(input_ids=ids, attention_mask=mask.long())
+    site: Any = observed.sites[0]
+    p = told[0].reshape(ROWS, TOKENS, -1).double()
+    torch.testing.assert_close(p.sum(-1), torch.ones(ROWS, TOKENS).double(), rtol=1e-6, atol=1e-6)
+    texts_of = [
+        torch.stack([p[b][mask[b]].mean(0) for b in range(ROWS) if GROUPS[b] == m]) for m in range(COUNT)
+    ]
+    expected = torch.stack([own.mean(0) for own in texts_of])
+    found = site.group_probabilities(GROUPS, COUNT, full_softmax=True)
+    assert relative_error(found.detach().double(), expected) < 1e-6
+    share = p[mask].mean(0)
+    chosen = site.routing.selected[mask].double().mean(0)
+    assert float(site.balance_loss().detach()) == pytest.approx(
+        float(p.shape[-1] * (chosen @ share)), rel=1e-6
+    )
 
 
 def test_a_checkpoint_inside_of_a_reentrant_one_is_one_observation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -387,16 +388,108 @@ def test_a_recomputed_bank_is_observed_right(bank: str, reentrant: bool) -> None
     same(observed.group_gradients(problem.groups, problem.weight), problem.definition())
 
 
-def test_a_bank_in_the_middle_of_a_recomputed_part_is_refused() -> None:
-    problem = make_problem("lora")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("bank", ["lora", "ffn", "ffn top-1"])
+def test_a_bank_in_the_middle_of_a_recomputed_part_is_observed_right(bank: str, reentrant: bool) -> None:
+    problem = make_problem(bank)
     problem.x.requires_grad_()
     with gar.observe(problem.bank) as observed:
         losses = checkpoint(
-            lambda x: problem.group_losses(problem.bank(x, problem.mask)[0]), problem.x, use_reentrant=False
+            lambda x: problem.group_losses(problem.bank(x, problem.mask)[0]),
+            problem.x,
+            use_reentrant=reentrant,
         )
         (problem.weight * losses).sum().backward()
-    with pytest.raises(RuntimeError, match="2 forwards"):
+    same(observed.group_gradients(problem.groups, problem.weight), problem.definition())
+
+
+@pytest.mark.parametrize("first", ["plain", "checkpoint", "reentrant", "offloaded"])
+def test_two_forwards_are_refused_however_they_are_recomputed(first: str) -> None:
+    problem = make_problem("ffn")
+    problem.x.requires_grad_()
+    elsewhere = torch.autograd.graph.save_on_cpu() if first == "offloaded" else contextlib.nullcontext()
+    with gar.observe(problem.bank) as observed, elsewhere:
+
+        def run(x: Tensor) -> Tensor:
+            return problem.group_losses(problem.bank(x, problem.mask)[0])
+
+        one = (
+            run(problem.x)
+            if first == "plain"
+            else checkpoint(run, problem.x, use_reentrant=first != "checkpoint")
+        )
+        two = checkpoint(run, 2 * problem.x, use_reentrant=True)
+        (problem.weight * (one + two)).sum().backward()
+    with pytest.raises(RuntimeError, match="ran 2 forwards"):
         observed.group_gradients(problem.groups, problem.weight)
+    with pytest.raises(RuntimeError, match="ran 2 forwards"):
+        observed.group_probabilities(problem.groups)
+
+
+def test_experts_of_two_banks_are_refused() -> None:
+    first, second = (RoutedFFN(5, 6, experts=4, top_k=2) for _ in range(2))
+    second.experts = first.experts
+    both = nn.ModuleList([first, second])
+    with pytest.raises(gar.UserError, match="banks 0 and 1 share their experts"), gar.observe(both):
+        pass
+    with gar.observe(both, gradients=False) as observed:
+        first(torch.ones(2, 5))
+        second(torch.ones(2, 5))
+    assert [site.group_probabilities(torch.tensor([0, 0])).shape for site in observed.sites] == [(1, 4)] * 2
+
+
+def test_what_a_hook_of_others_makes_of_the_output_is_not_the_experts_gradient() -> None:
+    problem = make_problem("ffn")
+    problem.bank.register_forward_hook(lambda module, args, result: (3 * result[0], result[1]))
+    with gar.observe(problem.bank) as observed:
+        losses = problem.group_losses(problem.bank(problem.x, problem.mask)[0])
+        with observed.site.paused():
+            slow = gar.per_group_gradients(losses, problem.bank)
+        (problem.weight * losses).sum().backward()
+    same(observed.group_gradients(problem.groups, problem.weight), slow)
+
+
+def test_groups_have_a_number_a_row_or_a_token() -> None:
+    problem = make_problem("lora")
+    with gar.observe(problem.bank, gradients=False) as observed:
+        problem.bank(problem.x, problem.mask)
+    for groups in (problem.groups[:-1], problem.groups.repeat(2), problem.groups.unsqueeze(1)):
+        with pytest.raises(ValueError, match=r"groups must be \["):
+            observed.group_probabilities(groups)
+
+
+def test_negative_weights_are_undone() -> None:
+    problem = make_problem("lora")
+    with gar.observe(problem.bank) as observed:
+        losses = problem.group_losses(problem.bank(problem.x, problem.mask)[0])
+        (-problem.weight * losses).sum().backward()
+    same(observed.group_gradients(problem.groups, -problem.weight), problem.definition())
+
+
+def test_activations_in_place_and_without_a_gradient_are_refused() -> None:
+    with pytest.raises(gar.UserError, match="activation works in place"):
+        RoutedFFN(5, 6, experts=4, top_k=2, activation=nn.ReLU(inplace=True))
+    bank = RoutedFFN(5, 6, experts=4, top_k=2)
+    for name, parameter in bank.experts.named_parameters():
+        parameter.requires_grad_("2" in name)
+    with gar.observe(bank) as observed:
+        bank(torch.ones(2, 5))[0].sum().backward()
+    with pytest.raises(
+        gar.UserError, match="neither the experts' input nor their first layer has a gradient"
+    ):
+        observed.group_gradients(torch.tensor([0, 0]), torch.ones(1))
+
+
+def test_a_pause_inside_of_a_pause_does_not_end_it() -> None:
+    problem = make_problem("lora")
+    with gar.observe(problem.bank) as observed:
+        losses = problem.group_losses(problem.bank(problem.x, problem.mask)[0])
+        loss = (problem.weight * losses).sum()
+        with observed.site.paused():
+            observed.site.output_gradient(loss)
+            torch.autograd.grad(loss, list(problem.bank.parameters()), retain_graph=True)
+        loss.backward()
+    same(observed.group_gradients(problem.groups, problem.weight), problem.definition())
 
 
 @pytest.mark.parametrize("bank", ["lora", "ffn"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gar.errors import UserError
 from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
 from gar.nn.bank import Call, Experts, Factors, RoutedExperts, RowGroups, add_product
 from gar.objective import accurate
@@ -23,6 +24,10 @@ class _Hidden(nn.Module):
 
     def __init__(self, activation: Callable[[Tensor], Tensor], gated: bool) -> None:
         super().__init__()
+        if getattr(activation, "inplace", False):
+            raise UserError(
+                "activation works in place; expected one that leaves its input, which is observed"
+            )
         self.activation, self.gated = activation, gated
 
     def forward(self, pre: Tensor, pairs: Pairs) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
-from gar.observation._native_factors import read, recomputed
+from gar.observation._native_factors import differ, probe, read, recomputed
 from gar.observation._native_layout import (
     ROUTERS,
     SUPPORTED,
@@ -31,11 +31,14 @@ from gar.observation._native_layout import (
 )
 from gar.observation._native_lora import Adapter
 from gar.observation._native_order import Replaced, known, places, saves_elsewhere
-from gar.observation._record import Handle
+from gar.observation._record import Handle, in_backward, repeats
 from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates, unit_gates
 from gar.observation._units import UnitRows
 from gar.precision import full_precision
 from gar.routing import Routing
+
+#: How far a row of half-precision probabilities may be from a sum of 1.
+ROUNDED = 2e-2
 
 
 @dataclass
@@ -50,6 +53,15 @@ class _Routed:
     dtypes: dict[str, torch.dtype]
     #: Where index, weights and logits stand in its result; logits may be missing.
     places: tuple[int, int, int | None] | None = None
+    #: Whether there are probabilities in the place of logits (Gemma4).
+    normalised: bool = False
+
+    def logits(self, result: tuple[Any, ...]) -> Tensor:
+        """What a softmax makes probabilities of, from a result that has it."""
+        assert self.places is not None
+        assert self.places[2] is not None
+        found = accurate(result[self.places[2]])
+        return found.clamp(min=torch.finfo(found.dtype).tiny).log() if self.normalised else found
 
 
 @dataclass
@@ -84,8 +96,11 @@ class NativeRecord:
     made: dict[str, Factors] | None = None
     forwards: int = 0
     backwards: int = 0
-    #: Whether the recorded forward ran inside a backward.
-    late: bool = False
+    #: Forwards inside a backward, after the recorded one, whose outputs had a gradient.
+    repeats: int = 0
+    #: What the recorded output is checked by, see :func:`probe`; the version of the activation's input.
+    told: tuple[Tensor, float] | None = None
+    version: int = 0
     #: Whether the router is called by us.
     again: bool = False
 
@@ -97,19 +112,16 @@ class NativeRecord:
             if experts.has_gate:
                 yield Replaced(experts, "_apply_gate", partial(self._gate, experts._apply_gate))
             elif isinstance(experts.act_fn, nn.Module):
+                yield experts.act_fn.register_forward_pre_hook(self._activation_pre_hook)
                 yield experts.act_fn.register_forward_hook(self._activation_hook)
         yield self.layer.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
         yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
-        yield self.layer.experts.register_forward_hook(self._experts_hook, with_kwargs=True)
+        # Before hooks of others: what these make of the output has another gradient.
+        yield experts.register_forward_hook(self._experts_hook, with_kwargs=True, prepend=True)
 
     def _skipped(self) -> bool:
-        """No gradients, or the second forward of a checkpoint whose first one is recorded.
-
-        Where the first one had no gradients (a reentrant checkpoint) the second is recorded, and another is a
-        forward of its own, but for what a checkpoint inside of it computes again.
-        """
-        repeated = in_backward() and self.forwards > 0 and (not self.late or saves_elsewhere())
-        return not torch.is_grad_enabled() or repeated or self.again
+        """No gradients, or the second forward of a checkpoint whose first one is recorded."""
+        return not torch.is_grad_enabled() or repeats(self.forwards) or self.again
 
     def _block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1), None)
@@ -130,20 +142,27 @@ class NativeRecord:
     def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.activations.clear()
         self.order = None
-        if not (self._skipped() or in_backward() or saves_elsewhere() or self.layer.adapters()):
+        elsewhere = in_backward() or saves_elsewhere() or torch.compiler.is_compiling()
+        if not (self._skipped() or elsewhere or self.layer.adapters()):
             self.order = known(module)
 
     def _gate(self, apply: Callable[[Tensor], Tensor], before: Tensor) -> Tensor:
+        version = before._version
         hidden: Tensor = apply(before)
-        self._activated(before, hidden)
+        self._activated(before, hidden, version)
         return hidden
 
-    def _activation_hook(self, module: nn.Module, args: tuple[Tensor, ...], hidden: Tensor) -> None:
-        self._activated(args[0], hidden)
-
-    def _activated(self, before: Tensor, hidden: Tensor) -> None:
+    def _activation_pre_hook(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self.order is not None:
-            self.activations.append((before, hidden, before._version))
+            self.version = args[0]._version
+
+    def _activation_hook(self, module: nn.Module, args: tuple[Tensor, ...], hidden: Tensor) -> None:
+        self._activated(args[0], hidden, self.version)
+
+    def _activated(self, before: Tensor, hidden: Tensor, version: int) -> None:
+        """``version`` is that of ``before`` ahead of the activation, which may work in place."""
+        if self.order is not None:
+            self.activations.append((before, hidden, version))
 
     def _experts_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -151,9 +170,10 @@ class NativeRecord:
         order, self.order = self.order, None
         activations, self.activations = self.activations, []
         if self._skipped():
+            if repeats(self.forwards) and self.factors and output.requires_grad:
+                output.register_hook(self._count_repeat)
             return
         self.forwards += 1
-        self.late = in_backward()
         # Their names differ between the families, their order does not.
         x, index, weights = (*args, *kwargs.values())[:3]
         self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
@@ -165,6 +185,7 @@ class NativeRecord:
         self.output = output
         # Below everything that is trained there is routing to see, and no gradient.
         if self.factors and output.requires_grad:
+            self.told = probe(output.detach())
             output.register_hook(self._store_delta)
             if order is not None and len(activations) == 1:
                 self._read(order, *activations[0])
@@ -215,7 +236,9 @@ class NativeRecord:
         )
         if place["index"] is not None and place["weights"] is not None:
             self.routed.places = (place["index"], place["weights"], logits)
-            self.logits = None if logits is None else result[logits].detach()
+            if logits is not None:
+                self.routed.normalised = _is_normalised(result[logits].detach())
+                self.logits = self.routed.logits(result).detach()
 
     def _store_delta(self, grad: Tensor) -> None:
         if not self.paused[0]:
@@ -223,6 +246,11 @@ class NativeRecord:
             self.delta = grad.detach()
             if self.layer.sharded and self.hidden is None:
                 self.made = self.recompute()
+
+    def _count_repeat(self, grad: Tensor) -> None:
+        """Of a checkpoint's second forward nothing gets a gradient, unless its first one had no graph."""
+        if not self.paused[0]:
+            self.repeats += 1
 
     def recompute(self) -> dict[str, Factors]:
         """The template's factors [T, ...] without what is read: the experts' forward and backward again."""
@@ -235,12 +263,22 @@ class NativeRecord:
             if slot not in weight:  # adapters': parametrised only as long as the forward, which is over
                 weight[slot] = getattr(experts, slot).detach()
         with full_precision(self.delta.device):
-            return recomputed(experts, weight, self.adapters, self.x, self.index, self.weights, self.delta)
+            factors, told = recomputed(
+                experts, weight, self.adapters, self.x, self.index, self.weights, self.delta
+            )
+        assert self.told is not None
+        if differ(told, *self.told):
+            raise RuntimeError(
+                f"{self.layer.name}: what these experts returned is not what their weights give for this "
+                "input; expected sum_k w_k V act(W x) as transformers computes it, and input and weights as "
+                "they were (ask before the optimizer's step)"
+            )
+        return factors
 
     def require_forward(self) -> None:
-        if self.forwards > 1:
+        if (forwards := self.forwards + self.repeats) > 1:
             raise RuntimeError(
-                f"{self.layer.name} ran {self.forwards} forwards inside one observe block; observe one at a "
+                f"{self.layer.name} ran {forwards} forwards inside one observe block; observe one at a "
                 "time (experts shared between layers have no single observation)"
             )
         if self.x is None:
@@ -283,7 +321,8 @@ class NativeSiteObservation(SiteObservation):
     def __init__(self, layer: Layer, paused: list[bool], gradients: bool, masks: list[Tensor]) -> None:
         self.bank: Any = layer.bank
         self.name, self.layer = layer.name, layer_of(layer.name)
-        router = next(getattr(layer.block, r) for r in ROUTERS if hasattr(layer.block, r))
+        found = (getattr(layer.block, name, None) for name in ROUTERS)
+        router = next(module for module in found if isinstance(module, nn.Module))
         self._seen = NativeRecord(layer, router, gradients, paused, masks)
 
     def __repr__(self) -> str:
@@ -339,7 +378,7 @@ class NativeSiteObservation(SiteObservation):
                 )
         finally:
             seen.again = False
-        logits = None if places[2] is None else result[places[2]]
+        logits = None if places[2] is None else seen.routed.logits(result)
         return self._routing(result[places[0]], result[places[1]], logits)
 
     def group_gates(
@@ -422,8 +461,10 @@ class NativeSiteObservation(SiteObservation):
     def forget_factors(self) -> None:
         self._seen.forget_factors()
 
-    def _pause(self, paused: bool) -> None:
-        self._seen.paused[0] = paused
+    def _pause(self, paused: bool) -> bool:
+        shared = self._seen.paused
+        shared[0], before = paused, shared[0]
+        return before
 
     @property
     def device(self) -> torch.device:
@@ -489,9 +530,10 @@ def _jitters(router: nn.Module) -> bool:
     )
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread: a forward in it is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _is_normalised(values: Tensor) -> bool:
+    """Whether every row is of probabilities: no logits of more than one token are."""
+    total = accurate(values).sum(-1)
+    return values.shape[-1] > 1 and bool((values >= 0).all() & ((total - 1).abs() < ROUNDED).all())
 
 
 def _detached(value: Any) -> Any:

@@ -81,8 +81,9 @@ def recomputed(
     index: Tensor,
     gates: Tensor,
     delta: Tensor,
-) -> dict[str, Factors]:
-    """Factors [T, ...] or, of one term an expert, [T, k, ...] of the template's slots.
+) -> tuple[dict[str, Factors], Tensor]:
+    """Factors [T, ...] or, of one term an expert, [T, k, ...] of the template's slots, and what :func:`probe`
+    would say of the output.
 
     ``x`` [T, H], ``index`` and ``gates`` [T, k] are what the experts were called with, ``delta`` [T, H] the
     gradient of what they returned. With ``h = act(W x)`` and the output ``sum_k w_k V h_k``:
@@ -96,7 +97,8 @@ def recomputed(
     transposed, places = experts.is_transposed, index.shape[1]
     first = _Projection(up, weight[up], transposed, adapters.get(up), x, places, up=True)
     second = _Projection(down, weight[down], transposed, adapters.get(down), delta, places, up=False)
-    total = x.new_zeros(len(x), 1)
+    total, told = x.new_zeros(len(x), 1), x.new_zeros(len(x))
+    towards = _direction(delta)
     for e in index.unique().tolist():
         token, place = torch.where(index == e)
         gate = gates[token, place].unsqueeze(1)
@@ -105,15 +107,42 @@ def recomputed(
             pre = pre + weight[f"{up}_bias"][e].to(wide)
         with torch.enable_grad():
             pre.requires_grad_()
-            h = activate(pre)
+            h = activate(pre.clone())  # it may work in place
         (grad,) = torch.autograd.grad(h, pre, (gate * delta[token]) @ second.matrix(e))
         first.add(e, token, place, grad)
         second.add(e, token, place, gate * h.detach())
         total.index_add_(0, token, gate)
+        seen = h.detach() @ (towards @ second.matrix(e))
+        if experts.has_bias:
+            seen = seen + weight[f"{down}_bias"][e].to(wide) @ towards
+        told.index_add_(0, token, gate.squeeze(1) * seen)
     found = first.factors() | second.factors()
     if experts.has_bias:
         found |= {f"{up}_bias": Factors(first.sum, None), f"{down}_bias": Factors(total * delta, None)}
-    return found
+    return found, told
+
+
+#: What outputs and recomputed ones may differ by, of their size: half precision, float32 (or TF32), float64.
+HALF, SINGLE, DOUBLE = 0.1, 0.02, 1e-3
+
+
+def probe(output: Tensor) -> tuple[Tensor, float]:
+    """One number [T] of what experts returned [T, H], by which it is known again; how far others may be."""
+    half = output.dtype.itemsize < 4 or torch.is_autocast_enabled(output.device.type)
+    bound = HALF if half else DOUBLE if output.dtype == torch.float64 else SINGLE
+    wide = output.to(torch.promote_types(output.dtype, torch.float32)).flatten(0, -2)
+    return wide @ _direction(wide), bound
+
+
+def differ(found: Tensor, told: Tensor, bound: float) -> bool:
+    """Whether recomputed values are others than those of :func:`probe`; never where one is not finite."""
+    size = torch.maximum(found.norm(), told.norm())
+    return bool((found - told).norm() > bound * size)
+
+
+def _direction(like: Tensor) -> Tensor:
+    """A fixed vector [H] without a pattern that outputs could have."""
+    return torch.arange(like.shape[-1], device=like.device).add(1).square().to(like.dtype).cos()
 
 
 def read(

@@ -10,8 +10,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gar.errors import UserError
 from gar.nn import Call, RoutedExperts
 from gar.routing import Routing
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread: a forward in it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def repeats(forwards: int) -> bool:
+    """Whether a forward computes again, for a checkpoint, what one of ``forwards`` has recorded.
+
+    It may be another one all the same, of a reentrant checkpoint whose first forward had no graph: then its
+    output gets a gradient, and counts.
+    """
+    return forwards > 0 and in_backward()
 
 
 class Handle(Protocol):
@@ -46,20 +61,23 @@ class Record:
     hidden_grad: Tensor | None = None
     forwards: int = 0
     backwards: int = 0
+    #: Forwards inside a backward, after the recorded one, whose outputs had a gradient.
+    repeats: int = 0
 
     def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
         if self.router_apart:
             yield self.bank.router.register_forward_hook(self._router_hook)
-        yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True)
+        # Before hooks of others: what these make of the output has another gradient.
+        yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True, prepend=True)
         if self.factors or self.outputs:
-            yield self.bank.experts.register_forward_hook(self._experts_hook)
+            yield self.bank.experts.register_forward_hook(self._experts_hook, prepend=True)
         if self.factors and self.bank.experts.hidden_module is not None:
             yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
 
     def _router_hook(self, module: nn.Module, args: tuple[Tensor, ...], routing: Routing) -> Routing | None:
         # Where the input has a gradient, what lies below must not see that of detached routing.
-        if args[0].requires_grad or not routing.gates.requires_grad:
+        if repeats(self.forwards) or args[0].requires_grad or not routing.gates.requires_grad:
             return None
         self.behind = routing
         return dataclasses.replace(routing.detach(), gates=routing.gates.detach().requires_grad_())
@@ -70,6 +88,10 @@ class Record:
         output, routing = result
         if not torch.is_grad_enabled():
             return
+        if repeats(self.forwards):
+            if self.factors and output.requires_grad:
+                output.register_hook(self._count_repeat)
+            return
         self.forwards += 1
         self.routing_input = (args[0] if args else kwargs["x"]).detach()
         self.routing, self.output = routing, output
@@ -77,12 +99,12 @@ class Record:
             output.register_hook(self._store_delta)
 
     def _experts_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad:
+        if output.requires_grad and not repeats(self.forwards):
             x, gates, active = args[:3]
             self.arguments = (x.detach(), gates.detach(), active)
 
     def _hidden_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad:
+        if output.requires_grad and not repeats(self.forwards):
             self.hidden, self.layout = output.detach(), args[1] if len(args) > 1 else None
             args[0].register_hook(self._store_hidden_grad)
 
@@ -91,15 +113,19 @@ class Record:
             self.backwards += 1
             self.delta = grad.detach()
 
+    def _count_repeat(self, grad: Tensor) -> None:
+        if not self.paused[0]:
+            self.repeats += 1
+
     def _store_hidden_grad(self, grad: Tensor) -> None:
         if not self.paused[0]:
             self.hidden_grad = grad.detach()
 
     def require_forward(self) -> tuple[Tensor, Routing]:
         """The detached routing input and the routing of the one observed forward."""
-        if self.forwards > 1:
+        if (forwards := self.forwards + self.repeats) > 1:
             raise RuntimeError(
-                f"the expert bank ran {self.forwards} forwards inside one observe block; observe one forward "
+                f"the expert bank ran {forwards} forwards inside one observe block; observe one forward "
                 "at a time (a bank shared between layers has no single observation)"
             )
         if self.routing_input is None or self.routing is None:
@@ -115,6 +141,11 @@ class Record:
             raise RuntimeError(
                 f"{self.backwards} backward passes ran inside the observe block; "
                 "group gradients need exactly one"
+            )
+        if self.bank.experts.hidden_module is not None and (self.hidden is None or self.hidden_grad is None):
+            raise UserError(
+                "neither the experts' input nor their first layer has a gradient, so their activations have "
+                "none; expected one of them to train, or an input with requires_grad"
             )
         (x, gates, active), delta = self.arguments, self.delta
         if gates.dim() > 3:

@@ -128,9 +128,9 @@ class SiteObservation:
         """``g_m`` [M, d], detached: the gradient of group m's mean loss summed over experts in one template.
 
         The one backward must have been of ``sum_m group_weight[m] * l_m``; the weight is undone here (a
-        weight of 0 gives a zero row). ``groups`` is int64 [N] for inputs [N, d]; for inputs [B, L, d] it is
-        [B], one number a row, or [B, L], one a token; -1 is not counted; or a :class:`Grouping` of the rows,
-        made once for several uses. Slots follow the bank's order.
+        weight of 0 gives a zero row). Ask before the optimizer's step. ``groups`` is int64 [N] for inputs
+        [N, d]; for inputs [B, L, d] it is [B], one number a row, or [B, L], one a token; -1 is not counted;
+        or a :class:`Grouping` of the rows, made once for several uses. Slots follow the bank's order.
         """
         groups, factors, undo = self.group_factors(groups, group_weight)
         sizes = [shape.numel() for shape in self.template().values()]
@@ -202,11 +202,11 @@ class SiteObservation:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes in this block leave no trace in any site of the observation."""
-        self._pause(True)
+        before = self._pause(True)
         try:
             yield
         finally:
-            self._pause(False)
+            self._pause(before)
 
     def hooks(self) -> Iterator[Handle]:
         return self._record.hooks()
@@ -269,10 +269,13 @@ class SiteObservation:
         if groups.rows != rows:
             factors = {slot: _per_token(f, groups.rows) for slot, f in factors.items()}
         weight = accurate(group_weight.detach()).to(accurate(next(iter(factors.values())).left))
-        return groups, factors, torch.where(weight > 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
+        return groups, factors, torch.where(weight != 0, 1 / weight, torch.zeros_like(weight)).unsqueeze(1)
 
-    def _pause(self, paused: bool) -> None:
-        self._record.paused[0] = paused
+    def _pause(self, paused: bool) -> bool:
+        """What it was before."""
+        shared = self._record.paused
+        shared[0], before = paused, shared[0]
+        return before
 
     def _factors(self) -> dict[str, Factors]:
         """The factors of every template slot, [rows, tokens, ...]."""
@@ -290,6 +293,10 @@ def unit_gates(routing: Routing, rows: UnitRows) -> Tensor:
 def summed_gates(routing: Routing, groups: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """Gates [M, E] summed over each group's examples, or tokens for groups [B, L]; their numbers [M]."""
     gates = routing.example_gates()
+    units = routing.gates.shape[: groups.dim()] if groups.dim() > 1 else gates.shape[:1]
+    if groups.shape != units:
+        rows, extent = len(gates), list(routing.gates.shape[:-1])
+        raise ValueError(f"groups must be [{rows}] or {extent}, got {list(groups.shape)}")
     if groups.dim() > 1:
         if routing.mask is not None:
             groups = groups.masked_fill(~routing.mask.to(groups.device), -1)

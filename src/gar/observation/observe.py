@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gar.errors import UserError
@@ -85,9 +87,10 @@ def observe(
     Forwards without gradients are not recorded. Captures belong to the returned object and are freed
     with it; nothing is stored on the modules.
     """
-    paused, masks = [False], list[Tensor]()
+    paused = [False]
+    masks: list[list[Tensor]] = [[] for _ in modules]  # of each module's last call
     sites: dict[nn.Module, SiteObservation] = {}
-    for module in modules:
+    for module, own_masks in zip(modules, masks, strict=True):
         native = native_banks(module)
         for name, inner in module.named_modules():
             if inner in sites:
@@ -100,31 +103,48 @@ def observe(
                         f"{native[inner].name}: outputs of single experts are not read from layers of "
                         "transformers; expected the expert banks of gar.nn"
                     )
-                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, masks)
+                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, own_masks)
     if not sites:
         raise UserError(
             "observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, … or an MoE layer of transformers) "
             "inside the given modules"
         )
+    if gradients or outputs:
+        _refuse_shared_experts([bank for bank in sites if isinstance(bank, RoutedExperts)])
     observed = Observed(list(sites.values()))
     theirs = any(isinstance(site, NativeSiteObservation) for site in observed.sites)
 
-    def called(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+    def called(own: list[Tensor], module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
         if gradients:
             refuse_auxiliary_loss([module], keywords)
         mask = keywords.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            masks[:] = [mask.detach()]
+        own[:] = [mask.detach()] if isinstance(mask, Tensor) and mask.dim() == 2 else []
 
     handles: list[Handle] = []
     try:
         for site in observed.sites:
             handles.extend(site.hooks())
         if theirs:
-            handles.extend(m.register_forward_pre_hook(called, with_kwargs=True) for m in modules)
+            handles.extend(
+                module.register_forward_pre_hook(partial(called, own), with_kwargs=True)
+                for module, own in zip(modules, masks, strict=True)
+            )
         yield observed
     finally:
         for handle in handles:
             handle.remove()
         for site in observed.sites:
             site.release()
+
+
+def _refuse_shared_experts(banks: Sequence[Any]) -> None:
+    """One module of experts behind two routers: what it captures is of its last call alone."""
+    first: dict[nn.Module, int] = {}
+    for number, bank in enumerate(banks):
+        if first.setdefault(bank.experts, number) != number:
+            raise UserError(
+                f"observe: the banks {first[bank.experts]} and {number} share their experts, of which there "
+                "is no single observation; expected experts of its own for each, or gradients=False"
+            )
