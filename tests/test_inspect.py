@@ -566,6 +566,7 @@ DEAD = [[50, 50, 0, 0], [50, 50, 0, 0]]
         (inspection(layer(0, LOW), groups=1, tells=False), "there is one group of texts"),
         (inspection(layer(0, LOW), tells=False), "9 units of texts can be shuffled in too few ways"),
         (inspection(layer(0, LOW), tells=False, permutations=0), "labels were not shuffled"),
+        (inspection(layer(0, LOW), tells=False, permutations=18), "labels were shuffled 18 times"),
         (
             inspection(layer(0, LOW), layer(1, HIGH, counts=DEAD)),
             "2 of 8 experts were never selected, most of them in layer 1 (2 of 4): look there first; they do "

@@ -303,6 +303,15 @@ def test_packing_without_the_objective_is_trls(tmp_path: Path) -> None:
     assert list(map(len, packed[0]["group"])) == list(map(len, packed[0]["seq_lengths"]))
 
 
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer", "GRPOTrainer"])
+def test_trainers_of_several_texts_an_example_are_refused(kind: str) -> None:
+    mixed = type("Mixed", (GARMixin, getattr(trl, kind)), {})
+    with pytest.raises(gar.UserError, match=f"{kind}: .*supports Trainer and TRL's SFTTrainer"):
+        mixed(gar=GARArguments())
+    with pytest.raises(gar.UserError, match=r"expected GARArguments\(\.\.\.\)"):
+        mixed(gar={"coefficient": 0.3})
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     for way, options, text in (
         (None, {"sizes": {"router_aux_loss_coef": 1e-3}}, r"router_aux_loss_coef=0\.0 .*balance_coefficient"),

@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 
 #: Claims are made at this level, for all layers of a model together.
 LEVEL = 0.05
+#: Fewer shuffles leave no p-value of it within reach.
+LEAST_PERMUTATIONS = round(1 / LEVEL) - 1
 #: The middle share of shuffled values that a band covers.
 BAND = (2.5, 97.5)
 ROUNDING = 1e-9

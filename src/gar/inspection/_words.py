@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gar.inspection._statistics import LEAST_PERMUTATIONS
 from gar.inspection.result import Inspection, Layer
 
 #: A layer's load is balanced from this share of experts in effect on, as in a diagnosis, and uneven below
@@ -112,6 +113,11 @@ def _cannot_tell(found: Inspection) -> str:
         )
     if not found.permutations:
         return "Whether experts specialise cannot be told: labels were not shuffled (--permutations)."
+    if found.permutations < LEAST_PERMUTATIONS:
+        return (
+            f"Whether experts specialise cannot be told: labels were shuffled {found.permutations} times "
+            f"(--permutations), and fewer than {LEAST_PERMUTATIONS} leave no p-value below 0.05 within reach."
+        )
     return (
         f"Whether experts specialise cannot be told: {found.units} units of texts can be shuffled in too few "
         "ways. Give more texts, or smaller units (--group-size)."

@@ -21,6 +21,7 @@ from gar.inspection._measure import Site, find_sites, metering
 from gar.inspection._rows import Reducer, choose_dimension, relative_error
 from gar.inspection._statistics import (
     COMPARED,
+    LEAST_PERMUTATIONS,
     Assignment,
     Chance,
     LayerUnits,
@@ -206,7 +207,7 @@ def analyse(
     ]
     return Inspection(
         model="", architecture="", loss="", groups=found, units=count, permutations=len(shuffled),
-        tells=own.tells and bool(shuffled), dimension=None, relative_error=0.0,
+        tells=own.tells and len(shuffled) >= LEAST_PERMUTATIONS, dimension=None, relative_error=0.0,
         layers=[Layer(**layer) for layer in layers], overall=overall,
     )  # fmt: skip
 

@@ -115,6 +115,23 @@ def refuse_unequal_counts(counts: Sequence[int]) -> None:
         )
 
 
+#: Trainers of TRL that put several texts of an example, or none of the data set's, into a batch.
+OTHERS = (
+    "CPOTrainer", "DPOTrainer", "GRPOTrainer", "ORPOTrainer", "OnlineDPOTrainer", "RLOOTrainer",
+    "RewardTrainer",
+)  # fmt: skip
+
+
+def refuse_trainer(kind: type) -> None:
+    """Whose batches are not the data set's examples, one text each."""
+    for base in kind.__mro__:
+        if base.__name__ in OTHERS and base.__module__.startswith("trl."):
+            raise UserError(
+                f"{base.__name__}: its batches are not one text for each example of the data set; GARMixin "
+                "supports Trainer and TRL's SFTTrainer (and KTOTrainer)"
+            )
+
+
 def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:
     """Which of the ``sites`` the objective is for: those of the ``layers`` whose router can be trained."""
     known = sorted({site.layer for site in sites if site.layer is not None})

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import transformers
 from accelerate.utils import gather_object
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from gar.distributed import Layout, Ranks, global_gram, sum_tensors
@@ -29,6 +30,7 @@ from gar.integrations._checks import (
     refuse_copies,
     refuse_setting,
     refuse_sharded_banks,
+    refuse_trainer,
     refuse_unequal_counts,
     require_router,
 )
@@ -122,12 +124,30 @@ class GARArguments:
             allowed = get_args(annotations[name])
             if getattr(self, name) not in allowed:
                 raise one_of(f"GARArguments.{name}", getattr(self, name), allowed)
+        for name, annotation in annotations.items():
+            value = getattr(self, name)
+            value = list(value) if isinstance(value, (tuple, range)) else value
+            if name == "router_losses" and isinstance(value, str):
+                continue  # `terms` says how it is written
+            try:
+                TypeAdapter(annotation).validate_python(value, strict=True)
+            except ValidationError as error:
+                expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+                kind = expected.get(annotation) or str(annotation).replace(" | ", " or ")
+                raise UserError(f"GARArguments.{name} must be {kind}, got {value!r}") from error
         for name in ("coefficient", "warmup", "entropy_weight", "balance_coefficient", "group_size"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise UserError(f"GARArguments.{name} must be a number of at least 0, got {value!r}")
         if self.rows_dtype not in (None, *DTYPES):
             raise one_of("GARArguments.rows_dtype", self.rows_dtype, DTYPES)
+        if self.rows_device is not None:
+            try:
+                torch.device(self.rows_device)
+            except RuntimeError:
+                raise UserError(
+                    f'GARArguments.rows_device is {self.rows_device!r}; expected a device of torch, as "cpu"'
+                ) from None
         self.terms  # noqa: B018 (a wrong name is said now)
         if self.layers is not None and not self.layers:
             raise UserError("GARArguments.layers is empty; expected numbers of layers, or None for all")
@@ -276,7 +296,11 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, gar: GARArguments | None = None, **keywords: Any) -> None:
+        if gar is not None and not isinstance(gar, GARArguments):
+            raise UserError(f"gar is {gar!r}; expected GARArguments(...)")
         self.gar = GARArguments() if gar is None else gar
+        if self.gar.observes:
+            refuse_trainer(type(self))
         given = inspect.signature(super().__init__).bind_partial(*args, **keywords).arguments
         if self.gar.aligns:
             refuse_column(self.gar.group_column, given.get("train_dataset"))
