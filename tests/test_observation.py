@@ -403,6 +403,29 @@ def test_a_bank_in_the_middle_of_a_recomputed_part_is_observed_right(bank: str, 
     same(observed.group_gradients(problem.groups, problem.weight), problem.definition())
 
 
+def test_a_router_apart_may_be_recomputed() -> None:
+    problem, found = make_problem("lora"), []
+
+    def losses(x: Tensor) -> Tensor:
+        return problem.group_losses(problem.bank(x, problem.mask)[0])
+
+    for checkpointed in (False, True):
+        problem.bank.zero_grad()
+        with gar.observe(problem.bank, router_apart=True) as observed:
+            of = checkpoint(losses, problem.x, use_reentrant=False) if checkpointed else losses(problem.x)
+            (problem.weight * of).sum().backward()
+        assert problem.bank.router.weight.grad is None
+        pending = observed.site.pending()
+        assert pending is not None
+        torch.autograd.backward(*pending)
+        found.append(
+            (observed.group_gradients(problem.groups, problem.weight), problem.bank.router.weight.grad)
+        )
+    for plain, recomputed in zip(*found, strict=True):
+        assert plain is not None
+        same(recomputed, plain)
+
+
 @pytest.mark.parametrize("first", ["plain", "checkpoint", "reentrant", "offloaded"])
 def test_two_forwards_are_refused_however_they_are_recomputed(first: str) -> None:
     problem = make_problem("ffn")

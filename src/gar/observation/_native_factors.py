@@ -141,8 +141,8 @@ def differ(found: Tensor, told: Tensor, bound: float) -> bool:
 
 
 def _direction(like: Tensor) -> Tensor:
-    """A fixed vector [H] without a pattern that outputs could have."""
-    return torch.arange(like.shape[-1], device=like.device).add(1).square().to(like.dtype).cos()
+    """A fixed vector [H] without a pattern that outputs could have; the same numbers in any dtype."""
+    return torch.arange(1.0, like.shape[-1] + 1, device=like.device).square().cos().to(like.dtype)
 
 
 def read(

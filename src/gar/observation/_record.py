@@ -77,9 +77,10 @@ class Record:
 
     def _router_hook(self, module: nn.Module, args: tuple[Tensor, ...], routing: Routing) -> Routing | None:
         # Where the input has a gradient, what lies below must not see that of detached routing.
-        if repeats(self.forwards) or args[0].requires_grad or not routing.gates.requires_grad:
+        if args[0].requires_grad or not routing.gates.requires_grad:
             return None
-        self.behind = routing
+        if not repeats(self.forwards):
+            self.behind = routing
         return dataclasses.replace(routing.detach(), gates=routing.gates.detach().requires_grad_())
 
     def _bank_hook(
