@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -430,6 +431,7 @@ def _made(root: Path, world: Path) -> dict[str, str]:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(dense)
     word_tokenizer().save_pretrained(dense)
+    shutil.copytree(world / "moe", root / "wordless", ignore=shutil.ignore_patterns("*token*"))
     broken = root / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
@@ -448,6 +450,7 @@ def made(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
         ("{root}/nothing --data {texts}", "nothing: no such directory; expected a saved model or a hub id"),
         ("{root}/empty --data {texts}", "has no config.json and no adapter_config.json"),
         ("{root}/run --data {texts}", "is a run or a model of gar"),
+        ("{root}/wordless --data {texts}", "wordless: its tokenizer knows no word; expected tokenizer.json"),
         ("{root}/broken --data {texts}", "broken: cannot be loaded ("),
         ("{texts} --data {texts}", "is a file; expected the directory of a saved model"),
         ("{root}/dense --data {texts}", "LlamaForCausalLM has no MoE layer; expected a model with routed"),

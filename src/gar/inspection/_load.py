@@ -168,7 +168,13 @@ def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
     names = ("tokenizer.json", "tokenizer_config.json")
     if source.adapter is not None and any((Path(source.adapter) / name).is_file() for name in names):
         return _call(AutoTokenizer.from_pretrained, source.adapter)
-    return _call(AutoTokenizer.from_pretrained, source.base)
+    tokenizer = _call(AutoTokenizer.from_pretrained, source.base)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # of a directory without its files
+        raise UserError(
+            f"{source.base}: its tokenizer knows no word; expected tokenizer.json or a vocabulary beside the "
+            "weights (tokenizer.save_pretrained)"
+        )
+    return tokenizer
 
 
 def _merged(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
