@@ -116,8 +116,10 @@ class NativeRecord:
                 yield experts.act_fn.register_forward_hook(self._activation_hook)
         yield self.layer.block.register_forward_pre_hook(self._block_hook, with_kwargs=True)
         yield self.router.register_forward_hook(self._router_hook, with_kwargs=True)
-        # Before hooks of others: what these make of the output has another gradient.
-        yield experts.register_forward_hook(self._experts_hook, with_kwargs=True, prepend=True)
+        # Before hooks of others: what these make of the output has another gradient. After FSDP's, which has
+        # the output's gradient gather the weights that ours computes with.
+        first = not self.layer.sharded
+        yield experts.register_forward_hook(self._experts_hook, with_kwargs=True, prepend=first)
 
     def _skipped(self) -> bool:
         """No gradients, or the second forward of a checkpoint whose first one is recorded."""
