@@ -13,6 +13,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gar.model.backbone import without_progress_bars
+
 KINDS = {
     "fruit": ("apple", "pear", "plum", "fig", "kiwi", "lime"),
     "tool": ("saw", "axe", "file", "vice", "drill"),
@@ -51,7 +53,8 @@ def save_moe(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.4)
-    model.save_pretrained(directory)
+    with without_progress_bars():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

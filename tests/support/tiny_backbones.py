@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, BertTokenizer, PreTrainedTokeniz
 from gar.config import BackboneConfig, ExpertsConfig
 from gar.data.task import Split
 from gar.data.tokenize import TokenizedSplit, tokenize_split
+from gar.model.backbone import without_progress_bars
 from gar.model.multitask import MultiTaskModel, TaskInfo
 
 ENCODERS = ("bert", "roberta", "deberta-v2", "electra", "distilbert", "modernbert")
@@ -145,7 +146,10 @@ def save_backbone(kind: str, directory: Path, **changes: Any) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.25 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
+    with (
+        without_progress_bars()
+    ):  # it is written when first asked for, maybe in a test that looks at the output
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

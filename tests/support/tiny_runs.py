@@ -19,6 +19,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 from gar.config import Config, build, set_key
 from gar.data import Mixture, load_mixture
 from gar.methods import REGISTRY
+from gar.model.backbone import without_progress_bars
 from gar.model.multitask import MultiTaskModel
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -37,7 +38,8 @@ def make_world(root: Path) -> Path:
     with torch.no_grad():
         for parameter in bert.parameters():  # larger than the usual start, so that inputs tell apart
             parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
-    bert.save_pretrained(root / "bert")
+    with without_progress_bars():
+        bert.save_pretrained(root / "bert")
     BertTokenizer(str(root / "vocab.txt")).save_pretrained(root / "bert")
     numbers = random.Random(0)
     for split, size in (("train", 21), ("dev", 12)):

@@ -17,9 +17,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from gar.errors import UserError, nearest, one_of, path_kind, user_path
+from gar.model.backbone import without_progress_bars
 from gar.runs.files import checksum
 from gar.runs.names import CONFIG
 
@@ -209,9 +209,8 @@ def _classes(adapter: Path) -> int:
     raise UserError(f"{adapter}: is an adapter for classification without the head's weights (score.weight)")
 
 
+@without_progress_bars()
 def _call(function: Any, source: str, **options: Any) -> Any:
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
         return function(source, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -219,9 +218,6 @@ def _call(function: Any, source: str, **options: Any) -> Any:
             f"{source}: cannot be loaded ({_first_line(error)}); expected a language model: a hub id that is "
             "reachable or cached, or a local directory"
         ) from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,20 @@ def prepare(model: PreTrainedModel, config: BackboneConfig) -> PreTrainedModel:
     return model
 
 
-def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> Any:
-    bars = transformers_logging.is_progress_bar_enabled()
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Within it transformers shows no bar of weights that are read or written."""
+    shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@without_progress_bars()
+def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> Any:
     try:
         return loader(source, revision=config.revision, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
@@ -125,9 +137,6 @@ def _load(loader: Any, source: str, config: BackboneConfig, **options: Any) -> A
             f"backbone.name {config.name}: cannot be loaded ({reason}); "
             "expected a hub id that is reachable or cached, a local directory, or minilm"
         ) from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def fingerprint(module: nn.Module) -> str:
