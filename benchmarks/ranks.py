@@ -22,7 +22,7 @@ from gar.distributed import Job, device_of_rank, joined, launch
 from gar.errors import UserError
 from gar.runs.environment import resolve_device
 from gar.training import Updater, checkpoint
-from gar.training.captured_backbone import updates_of
+from gar.training.captured_backbone import CapturedBackbone, updates_of
 
 WARMUP = 4
 
@@ -43,6 +43,10 @@ def main(
     profile: Annotated[
         Path | None, typer.Option(help="Where a stretch's time goes on the first rank, below this folder.")
     ] = None,
+    blocks: Annotated[
+        bool,
+        typer.Option(help="Several ranks, too, run updates in blocks, captured where they can be."),
+    ] = False,
     part: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Update time, bytes exchanged and scaling on 1, 2, 4, … ranks."""
@@ -51,7 +55,7 @@ def main(
     )
     if part is not None:
         with joined() as job:
-            found = measured(setting, method, job, device or "auto", updates, repeats, profile)
+            found = measured(setting, method, job, device or "auto", updates, repeats, profile, blocks)
             if job.is_first:
                 part.write_text(json.dumps(found), encoding="utf-8")
         return
@@ -66,6 +70,7 @@ def main(
                 raise SystemExit(f"{count} ranks failed")
             lines.append({"ranks": count, **json.loads(result.read_text(encoding="utf-8"))})
     labels = {**setting.labels, "method": method, "length": length, **setting.overrides}
+    labels |= {"blocks": "on"} if blocks else {}
     machine = machine_line(where)
     print(", ".join(f"{key} {value}" for key, value in labels.items()) + f". {machine}.\n")
     print(
@@ -93,6 +98,7 @@ def measured(
     updates: int,
     repeats: int,
     profile: Path | None = None,
+    blocks: bool = False,
 ) -> dict[str, float | bool]:
     """Milliseconds per update over stretches that all ranks begin together, of a run's own loop."""
     where = job.each(lambda: resolve_device(device_of_rank(device, job)))
@@ -102,7 +108,8 @@ def measured(
         bench.model.train(), bench.source, setting.config(method), list(bench.model.tasks), job=job
     )
     checkpoint.align(job, bench.model, updater.optimizer, updater.state)
-    loop = updates_of(updater)  # captured on one GPU, where that can be
+    # Captured on one GPU, where that can be.
+    loop = (CapturedBackbone.of(updater) if blocks else None) or updates_of(updater)
     done = 0
 
     def advance(count: int) -> float:
@@ -132,7 +139,7 @@ def measured(
         "bytes": (updater.sent - sent) / (repeats * stretch),
         "peak_gib": torch.cuda.max_memory_allocated(where) / 2**30 if where.type == "cuda" else 0.0,
         "same_bits": job.differing(updater.parameters) is None,
-        "captured": loop is not updater,
+        "captured": 0 if isinstance(loop, Updater) else loop.captured,
     }
     if profile is not None:
         with torch.profiler.profile(record_shapes=True) as seen:

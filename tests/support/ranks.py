@@ -26,7 +26,7 @@ def ranks_of(count: int) -> Ranks | None:
 
 
 class Pool:
-    """``count`` processes with gloo; :meth:`run` has them call ``do(ranks, *arguments)`` on the first W."""
+    """``count`` processes; :meth:`run` has them call ``do(ranks, *arguments)`` on the first W."""
 
     def __init__(self, pipes: list[Any]) -> None:
         self._pipes = pipes
@@ -43,14 +43,14 @@ class Pool:
 
 
 @contextmanager
-def pool(count: int) -> Iterator[Pool]:
-    """A pool of processes, ended with the block."""
+def pool(count: int, backend: str = "gloo") -> Iterator[Pool]:
+    """A pool of processes, ended with the block; with nccl each has a GPU."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as where:
         pipes, processes = [], []
         for rank in range(count):
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_work, args=(there, rank, count, where), daemon=True)
+            process = spawn.Process(target=_work, args=(there, rank, count, where, backend), daemon=True)
             process.start()
             there.close()
             pipes.append(here)
@@ -65,10 +65,12 @@ def pool(count: int) -> Iterator[Pool]:
                 process.kill()
 
 
-def _work(pipe: Any, rank: int, count: int, where: str) -> None:
+def _work(pipe: Any, rank: int, count: int, where: str, backend: str) -> None:
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     store = Path(where) / "store"
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count, timeout=LIMIT)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=count, timeout=LIMIT)
     for world in range(1, count + 1):
         _groups[world] = dist.new_group(list(range(world)), timeout=LIMIT)
     while (work := pipe.recv()) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,34 @@ class Layout:
 
     def add(self, whole: Tensor, rank: int, rows: Tensor) -> None:
         """Add a rank's rows [m_r, ...] to the whole matrix [M, ...], in their order."""
-        for index, numbers in self._rounds[rank]:
-            part = rows if index is None else rows[index.to(rows.device)]
-            whole.index_add_(0, numbers.to(whole.device), part.to(whole.dtype))
+        for index, numbers in self.on(whole.device).rounds[rank]:
+            part = rows if index is None else rows[index]
+            whole.index_add_(0, numbers, part.to(whole.dtype))
+
+    def on(self, device: torch.device) -> Placed:
+        """Its numbers on a device; only the first time waits for it."""
+        if device not in self._placed:
+            rounds = [
+                [(None if i is None else i.to(device), n.to(device)) for i, n in _rounds(numbers)]
+                for numbers in self.numbers
+            ]
+            self._placed[device] = Placed(tuple(n.to(device) for n in self.numbers), rounds)
+        return self._placed[device]
 
     @cached_property
-    def _rounds(self) -> list[list[tuple[Tensor | None, Tensor]]]:
-        """Of every rank, positions and numbers that occur once each: a GPU would add others in any order."""
-        return [list(_rounds(numbers)) for numbers in self.numbers]
+    def _placed(self) -> dict[torch.device, Placed]:
+        return {}
+
+
+class Placed(NamedTuple):
+    """A layout's numbers on one device.
+
+    ``rounds`` are, of every rank, positions and numbers that occur once each: a GPU would add others in any
+    order.
+    """
+
+    numbers: tuple[Tensor, ...]
+    rounds: list[list[tuple[Tensor | None, Tensor]]]
 
 
 def _rounds(numbers: Tensor) -> Iterator[tuple[Tensor | None, Tensor]]:
@@ -116,7 +136,7 @@ class _GatherRows(torch.autograd.Function):
         own, sizes = layout.numbers[ranks.rank], layout.sizes
         if x.shape[:1] != (len(own),):
             raise ValueError(f"expected {len(own)} rows as in the layout, got shape {tuple(x.shape)}")
-        ctx.numbers = own.to(x.device)
+        ctx.numbers = layout.on(x.device).numbers[ranks.rank]
         padded = x
         if len(own) < max(sizes):
             padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -206,17 +226,20 @@ def _shares(size: int, count: int) -> list[int]:
 
 
 @torch.no_grad()
-def sum_tensors(tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
+def sum_tensors(
+    tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES, *, most_rows: int | None = None
+) -> None:
     """Every tensor becomes its sum over ranks, in place, in its own dtype; the same bits on every rank.
 
     All ranks have the same tensors in the same order. A rank sums its share of a bucket, in the order of the
     ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Two ranks
     each sum all of it, which takes as many. Of a matrix with 8,192 rows or more only those travel that are
-    not zero on some rank, if they are fewer than half.
+    not zero on some rank, if they are fewer than half. How many these are the host asks the device, unless
+    ``most_rows`` says how many they can be: then so many travel, and more of them make the sum NaN.
     """
     if ranks.count == 1:
         return
-    rows = [_used_rows(tensor, ranks) for tensor in tensors]
+    rows = [_used_rows(tensor, ranks, most_rows) for tensor in tensors]
     parts = [t if index is None else t[index] for t, index in zip(tensors, rows, strict=True)]
     for bucket in buckets(parts, bucket_bytes):
         sum_bucket(bucket, ranks)
@@ -230,12 +253,17 @@ def has_few_rows(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and len(tensor) >= VOCABULARY
 
 
-def _used_rows(tensor: Tensor, ranks: Ranks) -> Tensor | None:
+def _used_rows(tensor: Tensor, ranks: Ranks, most: int | None) -> Tensor | None:
     """The rows of a large matrix that are not zero everywhere; None for what travels as it is."""
-    if not has_few_rows(tensor):
+    if not has_few_rows(tensor) or (most is not None and 2 * most >= len(tensor)):
         return None
     used = tensor.ne(0).logical_or_(tensor.signbit()).any(1)  # -0.0 here may be 0.0 there: their sum is one
-    rows = ranks.gather(used).any(0).nonzero().squeeze(1)  # waits for the device
+    anywhere = ranks.gather(used).any(0)
+    if most is not None:
+        # Row 0 stands in for rows that there are not; it is summed as often, and written with the same bits.
+        tensor[0].masked_fill_(anywhere.sum() > most, torch.nan)
+        return anywhere.nonzero_static(size=most, fill_value=0).squeeze(1)
+    rows = anywhere.nonzero().squeeze(1)  # waits for the device
     return rows if 2 * len(rows) < len(tensor) else None
 
 

@@ -37,7 +37,7 @@ class CAGrad(GradientCombination):
         """From the Gram matrix of all rows, and each rank's part of the two sums of rows."""
         own = rows if len(rows) else None
         gram = share.gram(own, rows.device, torch.float64)
-        here = share.groups.numbers[share.ranks.rank]
+        here = share.groups.on(rows.device).numbers[share.ranks.rank]
 
         def mixed(some: Tensor) -> Tensor:
             return share.sum(mixtures(rows, some[:, here.to(some.device)]))

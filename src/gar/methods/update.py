@@ -231,6 +231,16 @@ class Share:
         none = torch.zeros(0, dtype=torch.long)
         return Layout(tuple(torch.cat([none, *own]) for own in spans), firsts[-1])
 
+    def tasks_on(self, device: torch.device) -> Tensor:
+        """``tasks``, int64 [M], on a device; only the first time waits for it."""
+        if device not in self._tasks:
+            self._tasks[device] = torch.tensor(self.tasks, device=device)
+        return self._tasks[device]
+
+    @cached_property
+    def _tasks(self) -> dict[torch.device, Tensor]:
+        return {}
+
     def rows(self, own: Tensor | None, device: torch.device, layout: Layout | None = None) -> Tensor:
         """All ranks' rows of a layout (default: that of the groups), in the update's order; differentiable in
         the own ones. A rank without groups has None.
@@ -308,7 +318,7 @@ class UpdateSite:
             return gram_matrix(accurate(over(torch.cat(parts), scale)))
         own = torch.cat(parts) if parts else None
         if scale is not None and own is not None:
-            own = over(own, scale[share.groups.numbers[share.ranks.rank].to(scale.device)])
+            own = over(own, scale[share.groups.on(scale.device).numbers[share.ranks.rank]])
         return share.gram(own, self._update.zero.device)
 
     @cached_property
@@ -465,7 +475,7 @@ class Update:
     def tasks(self) -> Tensor:
         """The task number of every group, int64 [M]; see :attr:`task_count`."""
         if self.share is not None:
-            return torch.tensor(self.share.tasks, device=self.zero.device)
+            return self.share.tasks_on(self.zero.device)
         return torch.cat([each.weights.tasks for each in self.passes])
 
     @property

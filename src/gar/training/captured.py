@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from gar.data.batches import Group
 from gar.features.sources import CachedSource, Table, TokenTable, width_step
-from gar.methods import GroupWeights, Update
+from gar.methods import GroupWeights, Share, Update
 from gar.observation import Grouping
 from gar.training.checkpoint import state_tensors
 from gar.training.dropout import keep_mask, row_words
@@ -51,12 +51,23 @@ class PassShape(NamedTuple):
     padded: bool
 
 
+class RankShape(NamedTuple):
+    """The groups of one rank, counted over the update, and its passes."""
+
+    numbers: tuple[int, ...]
+    passes: tuple[PassShape, ...]
+
+
 class Shape(NamedTuple):
-    """What decides the sizes of all tensors of an update: the groups of every task, and padded tokens."""
+    """What decides the sizes of all tensors of an update: the groups of every task, and padded tokens.
+
+    ``passes`` are this rank's; where there are several, ``ranks`` has those of all: the same on each of them.
+    """
 
     groups: tuple[int, ...]
     width: int
     passes: tuple[PassShape, ...] = ()
+    ranks: tuple[RankShape, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -65,9 +76,10 @@ class Plan(NamedTuple):
     start: int
     groups: list[list[Group]]
     shapes: list[Shape]
-    #: Per padded row its row of the table and its dropout word, per group its size: int64 [N, 2 R + M].
+    #: Of this rank's groups, per padded row its row of the table and its dropout word, per group its size:
+    #: int64 [N, 2 R + M].
     counts: NDArray[np.int64]
-    #: Task weight and sample weight of every group, and the learning rate: float64 [N, 2 M + 1].
+    #: Task weight and sample weight of each of them, and the learning rate: float64 [N, 2 M + 1].
     reals: NDArray[np.float64]
 
 
@@ -106,9 +118,17 @@ class CapturedUpdates:
         self._skip = updater.optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
         self._tasks: dict[Shape, Tensor] = {}
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
+        #: Where the groups of several ranks are, and what this one sends to others.
+        self._shares: dict[Shape, Share] = {}
+        self._sent: dict[Shape, int] = {}
         self._stream = _side_stream(device) if device.type == "cuda" else None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._ahead: Plan | None = None
+
+    @property
+    def captured(self) -> int:
+        """Shapes whose updates are replayed."""
+        return len(self._captured)
 
     # ------------------------------------------------------------------ the host's part
 
@@ -122,6 +142,7 @@ class CapturedUpdates:
                 # While the device works. The next block is mostly as long as this one.
                 stop_ahead = min(start + 2 * count, self.updater.total)
                 self._ahead = self._plan(start + count, stop_ahead) if start + count < stop_ahead else None
+                self.updater.job.wait(self._device)
                 told = self._told[:count].cpu().numpy()
             finite = np.isfinite(told).all(1)
             good = count if finite.all() else int(finite.argmin())
@@ -147,9 +168,14 @@ class CapturedUpdates:
             np.zeros((count, self._counts.shape[1]), np.int64),
             np.zeros((count, self._reals.shape[1])),
         )
-        for i, groups in enumerate(plan.groups):
-            plan.shapes.append(self._shape(groups))
+        for i, every in enumerate(plan.groups):
+            groups, share = self.updater.share(every)
+            plan.shapes.append(self._shape(every, share))
             rows, words, sizes = np.split(plan.counts[i], [self._rows, 2 * self._rows])
+            task_weights, sample_weights, rate = np.split(plan.reals[i], [self._groups, 2 * self._groups])
+            rate[:] = self.updater.learning_rate(start + i)
+            if not groups:
+                continue
             slots = self._slots(groups)
             # A row that pads its group is the group's first one once more.
             rows[: len(groups) * self._size] = np.repeat(
@@ -158,19 +184,17 @@ class CapturedUpdates:
             rows[slots] = self.table.rows([(group.task, group.examples) for group in groups])
             words[slots] = row_words(groups, start + i, self.updater.seed)
             sizes[: len(groups)] = [len(group) for group in groups]
-            task_weights, sample_weights, rate = np.split(plan.reals[i], [self._groups, 2 * self._groups])
             task_weights[: len(groups)] = [group.task_weight for group in groups]
             sample_weights[: len(groups)] = [group.sample_weight for group in groups]
-            rate[:] = self.updater.learning_rate(start + i)
         return plan
 
-    def _shape(self, groups: list[Group]) -> Shape:
+    def _shape(self, groups: Sequence[Group], share: Share | None = None) -> Shape:
         lengths = self.updater.source.lengths
         longest = max(int(lengths[group.task][group.examples].max()) for group in groups)
         counts = np.bincount([group.task for group in groups], minlength=len(lengths))
         return Shape(tuple(counts.tolist()), self._step * math.ceil(longest / self._step))
 
-    def _slots(self, groups: list[Group]) -> NDArray[np.int64]:
+    def _slots(self, groups: Sequence[Group]) -> NDArray[np.int64]:
         """Where the examples of the groups lie among padded rows."""
         return np.concatenate([m * self._size + np.arange(len(group)) for m, group in enumerate(groups)])
 
@@ -186,22 +210,34 @@ class CapturedUpdates:
             self._launch(shape, number)
 
     def _launch(self, shape: Shape, number: int) -> None:
+        new = shape not in self._tasks
+        if new:  # a copy to the device, which waits for it
+            self._tasks[shape] = torch.tensor(self._tasks_of(shape), dtype=torch.int64, device=self._device)
+        elif shape not in self._captured and self._fits_graph(shape) and len(self._captured) < GRAPHS:
+            self._capture(shape)
         if shape in self._captured:
             self._captured[shape].replay()
-        elif shape not in self._tasks or not self._fits_graph(shape) or len(self._captured) >= GRAPHS:
-            if shape not in self._tasks:  # a copy to the device, which waits for it
-                tasks = [task for task, count in enumerate(shape.groups) for _ in range(count)]
-                self._tasks[shape] = torch.tensor(tasks, device=self._device)
-            self._update(shape)
         else:
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool)
-            try:
-                self._update(shape)
-            finally:
-                graph.capture_end()
-            self._captured[shape] = graph
-            graph.replay()
+            self._update(shape)
+        self.updater.sent += self._sent[shape]
+
+    def _capture(self, shape: Shape) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode=self._errors)
+        try:
+            self._update(shape)
+        finally:
+            graph.capture_end()
+        self._captured[shape] = graph
+
+    @property
+    def _errors(self) -> str:
+        """Whose calls end a capture: threads of NCCL's ask at any time whether a kernel has ended."""
+        return "global" if self.updater.job.count == 1 else "thread_local"
+
+    def _tasks_of(self, shape: Shape) -> list[int]:
+        """The task of each of this rank's groups."""
+        return [task for task, count in enumerate(shape.groups) for _ in range(count)]
 
     def _fits_graph(self, shape: Shape) -> bool:
         """Whether updates of a shape may be captured."""
@@ -227,6 +263,9 @@ class CapturedUpdates:
         counts = self._counts.index_select(0, self._line).squeeze(0)
         reals = self._reals.index_select(0, self._line).squeeze(0)
         rate = reals[-1]
+        before = updater.job.ranks.bytes
+        if updater.overlapped is not None:
+            updater.overlapped.begin()
         with updater.model.products():
             update = fill_gradients(
                 updater.method,
@@ -236,10 +275,13 @@ class CapturedUpdates:
                 observation=updater.config.observation.backward,
                 state=updater.state,
                 whole=updater.whole,
+                share=self._shares.get(shape),
+                overlapped=updater.overlapped,
+                most_rows=self._most_rows(shape),
             )
-        m = len(update.losses)
+        losses = update.losses.double()  # between ranks an exchange
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])
-        told = torch.cat([functional.pad(update.losses.double(), (0, self._groups - m)), norm.double()[None]])
+        told = torch.cat([functional.pad(losses, (0, self._groups - len(losses))), norm.double()[None]])
         self._told.index_copy_(0, self._line, told[None])
         # What is not finite is not 0 when multiplied by 0.
         self._skip.add_((told.sum() * 0).ne(0)).clamp_(max=1)
@@ -249,6 +291,11 @@ class CapturedUpdates:
         with torch.no_grad():
             self._after_step(update)
         self._line.add_(1)
+        self._sent[shape] = updater.job.ranks.bytes - before
+
+    def _most_rows(self, shape: Shape) -> int:
+        """Rows of an embedding that an update of this shape reads, at most."""
+        return sum(shape.groups) * self._size * shape.width
 
     def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
         """The passes of an update, from its line of the two tables."""

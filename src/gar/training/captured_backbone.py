@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import ClassVar, Self
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from gar.data.batches import Group
 from gar.features.sources import RawSource
-from gar.methods import GroupWeights
+from gar.methods import GroupWeights, Share
 from gar.observation import Grouping
-from gar.training.captured import CapturedUpdates, PassShape, Shape
+from gar.training.captured import CapturedUpdates, PassShape, RankShape, Shape
 from gar.training.dropout import keep_mask
 from gar.training.gradients import Forward
 from gar.training.updater import Outcome, Updater, task_parts
@@ -44,6 +44,8 @@ class CapturedBackbone(CapturedUpdates):
     def of(cls, updater: Updater) -> Self | None:
         model, config, source = updater.model, updater.config, updater.source
         able = config.capture and config.method.capturable and config.observation.unit == "group"
+        # What goes between ranks of one's own kind only: gloo takes it through the host.
+        able = able and (updater.job.count == 1 or updater.job.ranks.uses_gpus)
         if not able or model.device.type != "cuda" or not isinstance(source, RawSource):
             return None
         with model.computing():
@@ -68,44 +70,73 @@ class CapturedBackbone(CapturedUpdates):
             start += 1
         yield from super().block(start, stop)
 
-    def _shape(self, groups: list[Group]) -> Shape:
-        passes = tuple(
+    def _shape(self, groups: Sequence[Group], share: Share | None = None) -> Shape:
+        shape = super()._shape(groups)._replace(width=0)
+        if share is None:
+            return shape._replace(passes=self._passes(groups))
+        ranks = tuple(
+            RankShape(tuple(numbers), self._passes([groups[m] for m in numbers])) for numbers in share.numbers
+        )
+        shape = shape._replace(passes=ranks[share.ranks.rank].passes, ranks=ranks)
+        self._shares.setdefault(shape, share)
+        return shape
+
+    def _passes(self, groups: Sequence[Group]) -> tuple[PassShape, ...]:
+        return tuple(
             PassShape(
                 tuple((group.task, len(group)) for group in part), *self._source.shape(task_parts(part))
             )
             for part in self.updater.split(groups)
         )
-        return super()._shape(groups)._replace(width=0, passes=passes)
 
-    def _slots(self, groups: list[Group]) -> NDArray[np.int64]:
+    def _tasks_of(self, shape: Shape) -> list[int]:
+        return [task for part in shape.passes for task, _ in part.groups]
+
+    def _most_rows(self, shape: Shape) -> int:
+        every = [part for rank in shape.ranks for part in rank.passes]
+        return 1 + sum(part.width * size for part in every for _, size in part.groups)  # and the padding's
+
+    def _slots(self, groups: Sequence[Group]) -> NDArray[np.int64]:
         return np.arange(sum(map(len, groups)))
 
     def _fits_graph(self, shape: Shape) -> bool:
+        counts = [len(rank.passes) for rank in shape.ranks] or [len(shape.passes)]
+        if shape.ranks and (0 in counts or self.updater.overlapped is None):
+            # A rank without groups is told through the host what those of others are like; a method's own
+            # backward may exchange through it.
+            return False
         # A graph takes one seed; every pass of a trained backbone has its own.
-        return self.graphs and (len(shape.passes) == 1 or not self.updater.model.config.trainable)
+        return self.graphs and (max(counts) == 1 or not self.updater.model.config.trainable)
 
     def _launch(self, shape: Shape, number: int) -> None:
         self._number = number
-        captures = self._fits_graph(shape) and shape in self._tasks and shape not in self._captured
-        if captures:
-            torch.cuda.empty_cache()  # no memory is set free for a graph while it is captured
-        with self.updater.backbone_stream(number, 0):
-            try:
-                super()._launch(shape, number)
-                return
-            except RuntimeError as error:
-                if not captures:
-                    raise
-                _log.warning("updates are not captured from here on: %s", str(error).partition("\n")[0])
-            # The backbone goes through the host, or a graph takes too much memory. Nothing was computed yet.
-            self.graphs = False
-            torch.cuda.empty_cache()
+        with self.updater.backbone_stream(number, next(iter(self._numbers(shape)), 0)):
             super()._launch(shape, number)
+
+    def _capture(self, shape: Shape) -> None:
+        """Or give up capturing, on all ranks alike: all meet here."""
+        torch.cuda.empty_cache()  # no memory is set free for a graph while it is captured
+        failed = None
+        try:
+            super()._capture(shape)
+        except RuntimeError as error:
+            # The backbone goes through the host, or a graph takes too much memory. Nothing was computed yet.
+            failed = str(error).partition("\n")[0]
+        if self.updater.job.any(failed is not None):
+            _log.warning("updates are not captured from here on: %s", failed or "another rank cannot")
+            self.graphs = False
+            self._captured.pop(shape, None)
+            torch.cuda.empty_cache()
+
+    def _numbers(self, shape: Shape) -> Sequence[int]:
+        """Of this rank's groups, counted over the update."""
+        return shape.ranks[self.updater.job.ranks.rank].numbers if shape.ranks else range(sum(shape.groups))
 
     def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
         rows, words, _ = counts.split([self._rows, self._rows, self._groups])
         by_task, by_sample, _ = reals.to(self.updater.model.dtype).split([self._groups, self._groups, 1])
         forwards: list[Forward] = []
+        numbers = self._numbers(shape)
         row = first = 0
         for part in shape.passes:
             here = slice(first, first + len(part.groups))
@@ -119,16 +150,17 @@ class CapturedBackbone(CapturedUpdates):
                 sum(shape.groups),
                 self._tasks[shape][here],
                 len(shape.groups),
+                here=len(numbers),
             )
             of_pass = slice(row, row + sum(sizes))
-            forwards.append(partial(self._pass, part, rows[of_pass], words[of_pass], weights, first))
+            forwards.append(partial(self._pass, part, rows[of_pass], words[of_pass], weights, numbers[first]))
             row, first = of_pass.stop, here.stop
         return forwards
 
     def _pass(
         self, part: PassShape, rows: Tensor, words: Tensor, weights: GroupWeights, first: int
     ) -> tuple[Tensor, GroupWeights]:
-        """:meth:`Updater.group_losses` of groups ``first``, …, by rows of the table."""
+        """:meth:`Updater.group_losses` of a pass from group ``first`` on, by rows of the table."""
         model, names = self.updater.model, self.updater.names
         runs = groupby(part.groups, key=lambda group: group[0])
         segments = [(names[task], sum(size for _, size in run)) for task, run in runs]

@@ -33,6 +33,7 @@ def fill_gradients(
     share: Share | None = None,
     overlapped: OverlappedSum | None = None,
     ready: Callable[[], None] = lambda: None,
+    most_rows: int | None = None,
 ) -> Update:
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
 
@@ -42,7 +43,7 @@ def fill_gradients(
     to update; without it ``observed`` are the modules it knows. With a ``share`` the passes are those of this
     rank's groups, and ``.grad`` is that of all ranks; ``ready`` is called after the passes, before anything
     is exchanged but by ``overlapped``: with it sums begin during the last pass, which needs a method with
-    ``one_backward``.
+    ``one_backward``. ``most_rows``: see :func:`gar.distributed.sum_tensors`.
     """
     for parameter in parameters:
         parameter.grad = None
@@ -87,7 +88,7 @@ def fill_gradients(
             parameter.grad = torch.zeros_like(parameter)
     if share is not None and not update.complete:
         rest = (parameter.grad for parameter in parameters if parameter not in summed)
-        sum_tensors([grad for grad in rest if grad is not None], share.ranks)
+        sum_tensors([grad for grad in rest if grad is not None], share.ranks, most_rows=most_rows)
     return update
 
 
