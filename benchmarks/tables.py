@@ -1,32 +1,46 @@
-"""Fill the tables of docs/benchmarks.md and docs/ranks.md from benchmarks/results: none of them is typed.
+"""Fill tables of docs/benchmarks.md, ranks.md and trainer.md from benchmarks/results: none of them is typed.
 
 A table of ``gar bench`` stands between ``<!-- table: FILE LABEL=VALUE ... -->`` and ``<!-- end -->``: the
 labels choose lines. One of benchmarks/ranks.py stands between ``<!-- ranks: FILE FILE ... -->`` and the
-same end, with a line a file.
+same end, with a line a file. One of benchmarks/trainer_effect.py stands between
+``<!-- trainer: FILE TEXTS -->`` and that end.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gar.benchmark.report import Report
+from gar.report.verdict import Paired
 from gar.runs.files import write_text
 
 HERE = Path(__file__).parent
-PAGES = tuple(HERE.parent / "docs" / name for name in ("benchmarks.md", "ranks.md"))
+PAGES = tuple(HERE.parent / "docs" / name for name in ("benchmarks.md", "ranks.md", "trainer.md"))
 RESULTS = HERE / "results"
 TABLE = re.compile(r"(<!-- table: (\S+)((?: \S+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 RANKS = re.compile(r"(<!-- ranks:((?: \S+)+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TRAINER = re.compile(r"(<!-- trainer: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+#: What tells an arm of benchmarks/trainer_effect.py, and what its runs measured, as columns.
+ARM = {
+    "top_k": "top-k", "learning_rate": "learning rate", "max_grad_norm": "`max_grad_norm`",
+    "gradients": "`gradients`", "coefficient": "coefficient",
+}  # fmt: skip
+EFFECT = {"nmi": "NMI", "purity": "purity", "loss": "loss"}
 
 
 def used(text: str) -> set[str]:
     """The files that the tables of a page are made from."""
     names = {name for _, name, _, _ in TABLE.findall(text)}
+    names |= {name for _, name, _, _ in TRAINER.findall(text)}
     return names.union(*(files.split() for _, files, _ in RANKS.findall(text)))
 
 
@@ -45,8 +59,44 @@ def scaling(results: list[dict[str, Any]]) -> str:
         row.append(", ".join(f"{line['peak_gib']:.1f}" for line in lines))
         rows.append(row)
     machine = ", ".join(dict.fromkeys(result["machine"] for result in results))
-    table = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *(f"| {' | '.join(r)} |" for r in rows)]
-    return f"{machine}.\n\n" + "\n".join(table) + "\n"
+    return f"{machine}.\n\n{markdown(header, rows)}"
+
+
+def effect(lines: list[dict[str, str]]) -> str:
+    """The arms of benchmarks/trainer_effect.py: means without the objective, else the paired differences."""
+    varying = [name for name in ARM if len({line[name] for line in lines}) > 1]
+    arms: dict[tuple[str, ...], dict[str, dict[int, float]]] = {}
+    for line in lines:
+        values = arms.setdefault(tuple(line[name] for name in ARM), {key: {} for key in EFFECT})
+        for key in EFFECT:
+            values[key][int(line["seed"])] = float(line[key])
+    rows = []
+    for arm, values in arms.items():
+        setting = dict(zip(ARM, arm, strict=True))
+        plain = float(setting["coefficient"]) == 0
+        reference = values
+        if not plain:
+            reference = arms[tuple({**setting, "gradients": "relative", "coefficient": "0.0"}.values())]
+        row = [setting[name].removesuffix(".0") for name in varying]
+        if plain and "gradients" in varying:
+            row[varying.index("gradients")] = "none"
+        for key in EFFECT:
+            change = Paired.of(values[key], reference[key])
+            half = (change.high - change.low) / 2
+            own = f"{statistics.mean(values[key].values()):.3f}"
+            row.append(own if plain else f"{change.mean:+.3f} ± {half:.3f}".replace("-", "−"))
+        rows.append(row)
+    return markdown([*(ARM[name] for name in varying), *EFFECT.values()], rows)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def filled(text: str, results: Path) -> str:
@@ -66,13 +116,19 @@ def filled(text: str, results: Path) -> str:
         read = [json.loads((results / name).read_text(encoding="utf-8")) for name in names.split()]
         return f"{begin}\n{scaling(read)}\n{end}"
 
-    return RANKS.sub(ranks, TABLE.sub(table, text))
+    def trainer(match: re.Match[str]) -> str:
+        begin, name, texts, end = match.groups()
+        with (results / name).open(newline="", encoding="utf-8") as file:
+            lines = [line for line in csv.DictReader(file) if line["texts"] == texts]
+        return f"{begin}\n{effect(lines)}\n{end}"
+
+    return TRAINER.sub(trainer, RANKS.sub(ranks, TABLE.sub(table, text)))
 
 
 def main(
     check: Annotated[bool, typer.Option("--check", help="Fail where a table is old.")] = False,
 ) -> None:
-    """Fill the tables of docs/benchmarks.md and docs/ranks.md from the files in benchmarks/results."""
+    """Fill the tables of these pages from the files in benchmarks/results."""
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         after = filled(before, RESULTS)

@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import multiprocessing
-import runpy
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from gar import config as configuration
@@ -36,8 +37,8 @@ from gar.model.sites import SITES
 from gar.training import TrainingFailure, Updater
 from gar.training.updater import Outcome
 from support import tiny_runs
+from support.scripts import script
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
 SMALL = {"mixture.batch_size": 3, "mixture.group_size": 2, "experts.count": 3, "experts.top_k": 2}
 OVERRIDES = [f"{key}={value}" for key, value in SMALL.items()]
@@ -547,12 +548,6 @@ def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the scripts
 
 
-def script(name: str) -> dict[str, Any]:
-    if not FOLDER.is_dir():
-        pytest.skip("not a source checkout")
-    return runpy.run_path(str(FOLDER / name), run_name="benchmark")
-
-
 def test_the_page_has_the_tables_of_its_files(tmp_path: Path) -> None:
     module = script("tables.py")
     pages = [page.read_text(encoding="utf-8") for page in module["PAGES"]]
@@ -605,6 +600,31 @@ def test_the_page_of_ranks_has_a_line_a_file(tmp_path: Path) -> None:
     assert text.count("a machine") == 1
     assert f"| tf32 | 32 | {numbers}\n| tf32 | 8 | {numbers}\n\n<!-- end -->" in text
     assert module["used"](text) == {"a.json", "b.json"}
+
+
+def test_the_page_of_the_trainer_has_paired_differences(tmp_path: Path) -> None:
+    module = script("tables.py")
+    names = [*module["ARM"], "seed", *module["EFFECT"]]
+    arms = {
+        ("relative", "0.0"): [0.1, 0.2, 0.3],
+        ("raw", "0.5"): [0.2, 0.4, 0.3],
+        ("unit", "1.0"): [0.3, 0.4],
+    }
+    lines = [f"texts,{','.join(names)}"]
+    for (gradients, coefficient), values in arms.items():
+        for seed, value in enumerate(values):
+            arm = f"4,0.01,1.0,{gradients},{coefficient}"
+            lines.append(f"a,{arm},{seed},{value},{1 - value},1.5")
+            lines.append(f"b,{arm},{seed},0,0,0")
+    (tmp_path / "x.csv").write_text("\n".join(lines), encoding="utf-8")
+    text = module["filled"]("<!-- trainer: x.csv a -->\nold\n<!-- end -->\n", tmp_path)
+    half = stats.t.ppf(0.975, 2) * statistics.stdev([0.1, 0.2, 0.0]) / 3**0.5
+    assert "| `gradients` | coefficient | NMI | purity | loss |" in text
+    assert "| none | 0 | 0.200 | 0.800 | 1.500 |" in text
+    assert f"| raw | 0.5 | +0.100 ± {half:.3f} | −0.100 ± {half:.3f} | +0.000 ± 0.000 |" in text
+    assert "| unit | 1 | +0.200 ± 0.000 | −0.200 ± 0.000 |" in text
+    assert "old" not in text
+    assert module["used"](text) == {"x.csv"}
 
 
 def test_the_script_of_the_presets() -> None:

@@ -404,6 +404,20 @@ def test_an_adapter_without_peft_is_one_line(
         inspect_to(Request(str(tmp_path), ("x.jsonl",)))
 
 
+def test_an_adapter_whose_base_is_elsewhere_says_so(tmp_path: Path) -> None:
+    for base in ("/nowhere/at/all", "out/deep/base", "./base"):
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": base})
+        )
+        with pytest.raises(gar.UserError, match=re.escape(f"its base model is {base!r}")) as said:
+            loading.find_source(str(tmp_path))
+        assert f"expected the base model as MODEL and --adapter {tmp_path}" in str(said.value)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "owner/model"})
+    )
+    assert loading.find_source(str(tmp_path)).base == "owner/model"
+
+
 # --------------------------------------------------------------------------------------------------
 # Refusals
 # --------------------------------------------------------------------------------------------------

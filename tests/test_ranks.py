@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from gar.training import Hooks, Interrupted, TrainingFailure, Updater, fill_grad
 from gar.training.updater import balanced
 from support import tiny, tiny_runs
 from support.ranks import Pool
+from support.scripts import script
 from support.tiny_runs import largest_difference, make_config, same_bits, weights
 from support.waiting import until
 
@@ -517,7 +517,7 @@ def test_a_method_that_may_not_spread_is_refused(workers: Pool, world: Path) -> 
 
 
 def _benchmark(ranks: Ranks, features: str) -> Any:
-    module = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "ranks.py"))
+    module = script("ranks.py")
     small = {"mixture.batch_size": 3, "mixture.group_size": 2, "experts.count": 3, "experts.top_k": 2}
     setting = Setting("tiny", "full_ffn", features, length=8, overrides=small)
     return module["measured"](setting, "gar", job_of(ranks), "cpu", 1, 2)

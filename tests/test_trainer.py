@@ -421,6 +421,23 @@ def test_a_model_without_a_trainable_router(tmp_path: Path) -> None:
     make(tmp_path, model, freeze_router=True).train()
 
 
+def test_an_optimizer_made_by_hand_without_the_routers(tmp_path: Path) -> None:
+    def trained(of: Callable[[str], bool], **options: Any) -> Any:
+        model = olmoe()
+        parameters = [p for name, p in model.named_parameters() if of(name)]
+        own = {"optimizers": (torch.optim.SGD(parameters, lr=0.1), None)}
+        trainer = make(tmp_path, model, more=own, **options)
+        trainer.train()
+        return trainer
+
+    with pytest.raises(
+        gar.UserError, match=r"no parameter of a router \(model\.layers\.0\.mlp.*none would move"
+    ):
+        trained(lambda name: not is_router(name))
+    trained(lambda name: not is_router(name), coefficient=0.0)
+    trained(lambda name: ".1." in name)  # of one layer
+
+
 def test_what_else_is_refused(tmp_path: Path) -> None:
     assert "did you mean 'group'" in refused(tmp_path, group_column="groups")
     assert "expected a text or a whole number" in refused(tmp_path, group_column="labels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -15,7 +16,7 @@ from gar.integrations import GARArguments
 from gar.integrations._terms import able
 from gar.methods import REGISTRY, RouterTerm, register
 from support.tiny import relative_error
-from support.tiny_training import Gradients, examples_of, gradients, make, slow_losses
+from support.tiny_training import Gradients, examples_of, gradients, make, olmoe, slow_losses
 
 TOP_K = 2
 LOSSES: dict[str, list[str]] = {
@@ -44,6 +45,31 @@ def test_a_router_gets_the_losses_of_the_whole_update(
             assert float(expected[key].norm()) > 1e-4
         else:
             assert torch.equal(grad, plain[key])
+
+
+def test_a_copy_that_peft_trains_gets_them(tmp_path: Path) -> None:
+    """simbal reads the weights: those of the copy, beside which the original stands still."""
+
+    def found(**options: Any) -> Gradients:
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])
+        return gradients(make(tmp_path, peft.get_peft_model(olmoe(), config), coefficient=0.0, **options))
+
+    plain, ours = found(), found(router_losses=LOSSES["all"])
+    expected = gradients(make(tmp_path, coefficient=0.0, router_losses=LOSSES["all"]))
+    without = gradients(make(tmp_path, coefficient=0.0))
+    for layer in range(2):
+        theirs = f"base_model.model.model.layers.{layer}.mlp.gate.modules_to_save.default.weight"
+        name = f"model.layers.{layer}.mlp.gate.weight"
+        assert relative_error(ours[theirs] - plain[theirs], expected[name] - without[name]) < 1e-5
+
+
+def test_an_adapter_on_the_router_has_no_single_weight(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_parameters=["mlp.gate.weight"], target_modules=["q_proj"])
+    trainer = make(
+        tmp_path, peft.get_peft_model(olmoe(), config), coefficient=0.0, router_losses=LOSSES["simbal"]
+    )
+    with pytest.raises(gar.UserError, match="needs one, without an adapter beside it"):
+        trainer.train()
 
 
 def test_beside_the_objective_and_the_balance_loss_they_add_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from gar.runs.names import CONFIG
 
 ADAPTER = "adapter_config.json"
 LOSSES = ("lm", "classification")
+#: A model's name, or an owner's.
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 #: Files above this size are known by name, size and time, smaller ones by their content.
 SMALL = 1 << 20
 
@@ -92,6 +95,11 @@ def _base_of(adapter: Path) -> str:
         raise UserError(
             f"{adapter}: {ADAPTER} names no base model; expected the base model as MODEL and "
             f"--adapter {adapter}"
+        )
+    if path_kind(user_path(base)) == "missing" and (Path(base).is_absolute() or not HUB_ID.fullmatch(base)):
+        raise UserError(
+            f"{adapter}: its base model is {base!r} ({ADAPTER}), which is no directory here; expected "
+            f"the base model as MODEL and --adapter {adapter}"
         )
     return str(base)
 

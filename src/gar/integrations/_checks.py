@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from gar.errors import UserError, shown
@@ -130,6 +131,17 @@ def refuse_trainer(kind: type) -> None:
                 f"{base.__name__}: its batches are not one text for each example of the data set; GARMixin "
                 "supports Trainer and TRL's SFTTrainer (and KTOTrainer)"
             )
+
+
+def refuse_optimizer(optimizer: Any, routers: Mapping[str, nn.Module]) -> None:
+    """One made by hand that none of the ``routers``, by name, has a parameter in: they would never move."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = [p for router in routers.values() for p in router.parameters() if p.requires_grad]
+    if own and not any(id(parameter) in held for parameter in own):
+        raise UserError(
+            f"the optimizer has no parameter of a router ({next(iter(routers))}, ...), and none would move; "
+            "expected one over all parameters that require a gradient, made for this model"
+        )
 
 
 def require_router(sites: Sequence[SiteObservation], layers: Sequence[int] | None) -> list[int]:

@@ -17,6 +17,8 @@ from gar.routing import Routing
 
 #: What a layer has for :meth:`gar.methods.RouterTerm.at`.
 READABLE = frozenset({"units", "weight"})
+#: Names of PEFT's for a router that it trains a copy of.
+COPY, ORIGINAL = "modules_to_save", "original_module"
 
 
 def able() -> list[str]:
@@ -134,5 +136,10 @@ def _wide(routing: Routing) -> Routing:
 
 
 def named(router: nn.Module, whole: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """A router's parameters by name, those of a sharded one whole."""
-    return dict(whole or router.named_parameters())
+    """A router's parameters by name, those of a sharded one whole.
+
+    Where PEFT trains a copy (``modules_to_save``), those of the copy: the original routes nothing.
+    """
+    found = dict(whole or router.named_parameters())
+    copied = any(COPY in name.split(".") for name in found)
+    return {name: p for name, p in found.items() if not (copied and ORIGINAL in name.split("."))}

@@ -28,6 +28,7 @@ from gar.integrations._checks import (
     refuse_auxiliary_loss,
     refuse_column,
     refuse_copies,
+    refuse_optimizer,
     refuse_setting,
     refuse_sharded_banks,
     refuse_trainer,
@@ -306,6 +307,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             refuse_column(self.gar.group_column, given.get("train_dataset"))
         self._update: _Update | None = None
         self._chosen: list[int] = []
+        self._routers: dict[str, nn.Module] = {}
         self._ratio: float | None = None
         self.data_collator: Any
         self._signature_columns: Any
@@ -341,6 +343,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             if self.is_fsdp_enabled:
                 refuse_sharded_banks(sites)
             self._chosen = require_router(sites, options.layers)
+            self._routers = {sites[place].name: sites[place].router for place in self._chosen}
         self._ratio = None
         adapters = adapter_parameters(self.model)
         if self._expert_statistics is None or self._expert_statistics.adapters != list(adapters):
@@ -747,7 +750,10 @@ class GARMixin(_Trainer):  # type: ignore[misc]
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
         # A model made anew (model_init), or changed since, is looked at before its parameters are taken.
         self._look_at_model()
-        return super().create_optimizer(*args, **keywords)
+        optimizer = super().create_optimizer(*args, **keywords)
+        if not self.is_fsdp_enabled:  # which puts other parameters in the place of these
+            refuse_optimizer(optimizer, self._routers)
+        return optimizer
 
 
 class GARTrainer(GARMixin, transformers.Trainer):  # type: ignore[misc]
