@@ -74,14 +74,16 @@ def main(
     machine = machine_line(where)
     print(", ".join(f"{key} {value}" for key, value in labels.items()) + f". {machine}.\n")
     print(
-        "| ranks | ms per update | lowest to highest | times as fast | MB sent per rank, update | peak GiB |"
+        "| ranks | ms per update | lowest to highest | times as fast | MB sent per rank, update | peak GiB | "
+        "graphs |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for line in lines:
         line["speedup"] = lines[0]["ms"] / line["ms"]
         print(
             f"| {line['ranks']} | {line['ms']:.1f} | {line['lowest']:.1f} to {line['highest']:.1f} | "
-            f"{line['speedup']:.2f} | {line['bytes'] / 1e6:.1f} | {line['peak_gib']:.1f} |"
+            f"{line['speedup']:.2f} | {line['bytes'] / 1e6:.1f} | {line['peak_gib']:.1f} | "
+            f"{line['captured']} |"
         )
     if out is not None:
         out.write_text(

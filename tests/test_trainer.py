@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -441,6 +442,9 @@ def test_an_optimizer_made_by_hand_without_the_routers(tmp_path: Path) -> None:
 def test_what_else_is_refused(tmp_path: Path) -> None:
     assert "did you mean 'group'" in refused(tmp_path, group_column="groups")
     assert "expected a text or a whole number" in refused(tmp_path, group_column="labels")
+    stream = datasets.IterableDataset.from_generator(lambda: iter(texts(16).to_list()))
+    said = refused_training(tmp_path, group_column="groups", more={"train_dataset": stream})
+    assert "of a stream's example the trainer has left input_ids, labels)" in said
     named = {"train_dataset": texts(16).rename_column("group", "position_ids")}
     assert "is an input of the model" in refused_training(tmp_path, group_column="position_ids", more=named)
     assert "no MoE layer 7; expected some of 0, 1" in refused(tmp_path, layers=[7])

@@ -227,7 +227,11 @@ def _shares(size: int, count: int) -> list[int]:
 
 @torch.no_grad()
 def sum_tensors(
-    tensors: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES, *, most_rows: int | None = None
+    tensors: Sequence[Tensor],
+    ranks: Ranks,
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    most_rows: Sequence[int] | None = None,
 ) -> None:
     """Every tensor becomes its sum over ranks, in place, in its own dtype; the same bits on every rank.
 
@@ -235,11 +239,12 @@ def sum_tensors(
     ranks (half precision in float32), and gives the sum to all: twice ``(W - 1) / W`` of the bytes. Two ranks
     each sum all of it, which takes as many. Of a matrix with 8,192 rows or more only those travel that are
     not zero on some rank, if they are fewer than half. How many these are the host asks the device, unless
-    ``most_rows`` says how many they can be: then so many travel, and more of them make the sum NaN.
+    ``most_rows`` says for every tensor how many they can be: then so many travel, and more make the sum NaN.
     """
     if ranks.count == 1:
         return
-    rows = [_used_rows(tensor, ranks, most_rows) for tensor in tensors]
+    most = [None] * len(tensors) if most_rows is None else most_rows
+    rows = [_used_rows(tensor, ranks, own) for tensor, own in zip(tensors, most, strict=True)]
     parts = [t if index is None else t[index] for t, index in zip(tensors, rows, strict=True)]
     for bucket in buckets(parts, bucket_bytes):
         sum_bucket(bucket, ranks)

@@ -54,7 +54,7 @@ class GroupCollator:
         there = [self.column in example for example in mappings]
         if self.keep and self.required and not (mappings and all(there)):
             known = [str(name) for name in mappings[0]] if mappings else []
-            raise missing_column(self.column, known)
+            raise missing_column(self.column, known, left=True)
         if not any(there):
             return self.collate(list(examples))
         batch = self.collate([{k: v for k, v in e.items() if k != self.column} for e in mappings])
@@ -71,8 +71,10 @@ class GroupCollator:
         return batch
 
 
-def missing_column(column: str, known: Sequence[str]) -> UserError:
-    listed = f"it has {', '.join(known)}" if known else "its examples are no dictionaries"
+def missing_column(column: str, known: Sequence[str], left: bool = False) -> UserError:
+    """``known`` are the dataset's columns, or those ``left`` of an example where others were dropped."""
+    has = "of a stream's example the trainer has left" if left else "it has"
+    listed = f"{has} {', '.join(known)}" if known else "its examples are no dictionaries"
     return UserError(
         f"group_column {column!r}: the training dataset has no such column ({listed})"
         f"{nearest(column, known)}; every example needs its group there, a text or a whole number"

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -211,9 +211,13 @@ class CapturedUpdates:
 
     def _launch(self, shape: Shape, number: int) -> None:
         new = shape not in self._tasks
-        if new:  # a copy to the device, which waits for it
+        captures = not new and shape not in self._captured and self._fits_graph(shape)
+        captures = captures and len(self._captured) < GRAPHS
+        if new or captures:  # both wait for the device, on which updates may wait for a rank that is lost
+            self.updater.job.wait(self._device)
+        if new:
             self._tasks[shape] = torch.tensor(self._tasks_of(shape), dtype=torch.int64, device=self._device)
-        elif shape not in self._captured and self._fits_graph(shape) and len(self._captured) < GRAPHS:
+        if captures:
             self._capture(shape)
         if shape in self._captured:
             self._captured[shape].replay()
@@ -226,8 +230,11 @@ class CapturedUpdates:
         graph.capture_begin(pool=self._pool, capture_error_mode=self._errors)
         try:
             self._update(shape)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # that it was not completed
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._captured[shape] = graph
 
     @property
@@ -277,7 +284,7 @@ class CapturedUpdates:
                 whole=updater.whole,
                 share=self._shares.get(shape),
                 overlapped=updater.overlapped,
-                most_rows=self._most_rows(shape),
+                most_rows=functools.partial(self._most_rows, shape),
             )
         losses = update.losses.double()  # between ranks an exchange
         norm = total_norm([p.grad for p in updater.parameters if p.grad is not None])
@@ -293,9 +300,9 @@ class CapturedUpdates:
         self._line.add_(1)
         self._sent[shape] = updater.job.ranks.bytes - before
 
-    def _most_rows(self, shape: Shape) -> int:
-        """Rows of an embedding that an update of this shape reads, at most."""
-        return sum(shape.groups) * self._size * shape.width
+    def _most_rows(self, shape: Shape, parameter: nn.Parameter) -> int:
+        """Rows of a parameter's gradient that are not zero after an update of this shape, at most."""
+        return len(parameter)
 
     def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
         """The passes of an update, from its line of the two tables."""

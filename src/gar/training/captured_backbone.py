@@ -20,9 +20,10 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gar.data.batches import Group
+from gar.errors import UserError
 from gar.features.sources import RawSource
 from gar.methods import GroupWeights, Share
 from gar.observation import Grouping
@@ -59,6 +60,10 @@ class CapturedBackbone(CapturedUpdates):
         self._source, self._tokens = source, source.table
         self._groupings: dict[tuple[int, ...], Grouping] = {}
         self._begun, self._number = False, 0
+        modules = (module for module in updater.model.modules() if isinstance(module, nn.Embedding))
+        self._embeddings = {module.weight for module in modules}
+        #: Different tokens in all texts.
+        self._distinct = len(np.unique(np.concatenate([np.unique(split.ids) for split in source.splits])))
 
     def block(self, start: int, stop: int) -> Iterator[Outcome]:
         if start < stop and not self._begun:
@@ -92,9 +97,12 @@ class CapturedBackbone(CapturedUpdates):
     def _tasks_of(self, shape: Shape) -> list[int]:
         return [task for part in shape.passes for task, _ in part.groups]
 
-    def _most_rows(self, shape: Shape) -> int:
+    def _most_rows(self, shape: Shape, parameter: nn.Parameter) -> int:
+        if parameter not in self._embeddings:
+            return super()._most_rows(shape, parameter)
         every = [part for rank in shape.ranks for part in rank.passes]
-        return 1 + sum(part.width * size for part in every for _, size in part.groups)  # and the padding's
+        tokens = sum(part.width * size for part in every for _, size in part.groups)
+        return 1 + min(tokens, self._distinct)  # and the padding's
 
     def _slots(self, groups: Sequence[Group]) -> NDArray[np.int64]:
         return np.arange(sum(map(len, groups)))
@@ -114,7 +122,7 @@ class CapturedBackbone(CapturedUpdates):
             super()._launch(shape, number)
 
     def _capture(self, shape: Shape) -> None:
-        """Or give up capturing, on all ranks alike: all meet here."""
+        """Or give up capturing; several ranks, which all meet here, end."""
         torch.cuda.empty_cache()  # no memory is set free for a graph while it is captured
         failed = None
         try:
@@ -123,7 +131,11 @@ class CapturedBackbone(CapturedUpdates):
             # The backbone goes through the host, or a graph takes too much memory. Nothing was computed yet.
             failed = str(error).partition("\n")[0]
         if self.updater.job.any(failed is not None):
-            _log.warning("updates are not captured from here on: %s", failed or "another rank cannot")
+            if self.updater.job.count > 1:
+                raise UserError(
+                    f"updates cannot be captured ({failed or 'on another rank'}); expected capture=false here"
+                )
+            _log.warning("updates are not captured from here on: %s", failed)
             self.graphs = False
             self._captured.pop(shape, None)
             torch.cuda.empty_cache()

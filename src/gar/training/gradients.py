@@ -33,7 +33,7 @@ def fill_gradients(
     share: Share | None = None,
     overlapped: OverlappedSum | None = None,
     ready: Callable[[], None] = lambda: None,
-    most_rows: int | None = None,
+    most_rows: Callable[[nn.Parameter], int] | None = None,
 ) -> Update:
     """Fill ``.grad`` of ``parameters`` from the passes of one update; returns what the method saw of it.
 
@@ -43,7 +43,8 @@ def fill_gradients(
     to update; without it ``observed`` are the modules it knows. With a ``share`` the passes are those of this
     rank's groups, and ``.grad`` is that of all ranks; ``ready`` is called after the passes, before anything
     is exchanged but by ``overlapped``: with it sums begin during the last pass, which needs a method with
-    ``one_backward``. ``most_rows``: see :func:`gar.distributed.sum_tensors`.
+    ``one_backward``. ``most_rows`` says of a parameter how many rows of its gradient are not zero, at most:
+    see :func:`gar.distributed.sum_tensors`.
     """
     for parameter in parameters:
         parameter.grad = None
@@ -87,8 +88,10 @@ def fill_gradients(
         if parameter.grad is None:  # AdamW skips None, which would tie its moments to what a method computes
             parameter.grad = torch.zeros_like(parameter)
     if share is not None and not update.complete:
-        rest = (parameter.grad for parameter in parameters if parameter not in summed)
-        sum_tensors([grad for grad in rest if grad is not None], share.ranks, most_rows=most_rows)
+        rest = [parameter for parameter in parameters if parameter not in summed]
+        bounds = None if most_rows is None else [most_rows(parameter) for parameter in rest]
+        grads = [parameter.grad for parameter in rest if parameter.grad is not None]
+        sum_tensors(grads, share.ranks, most_rows=bounds)
     return update
 
 

@@ -156,8 +156,12 @@ class Updater:
         ranks = self.job.ranks
         if self.job.count == 1:
             return groups, None
-        lengths = self.source.lengths
-        numbers = balanced([len(g) * int(lengths[g.task][g.examples].max()) for g in groups], ranks.count)
+        lengths, costs = self.source.lengths, [len(group) for group in groups]
+        if self.model.device.type != "cuda":
+            # On a GPU texts are mostly padded to the longest of an update anyway, and shares that repeat can
+            # be captured.
+            costs = [n * int(lengths[g.task][g.examples].max()) for n, g in zip(costs, groups, strict=True)]
+        numbers = balanced(costs, ranks.count)
         tasks, sizes = [group.task for group in groups], [len(group) for group in groups]
         share = Share(ranks, numbers, tasks, sizes, len(self.names))
         return [groups[m] for m in numbers[ranks.rank]], share
