@@ -252,7 +252,9 @@ def test_the_automatic_size_leaves_twice_the_groups_that_could_be_alone() -> Non
 
 def test_examples_without_the_column_are_named() -> None:
     collate: Callable[[list[Any]], Any] = GroupCollator(lambda rows: {}, "group", keep=True, required=True)
-    with pytest.raises(gar.UserError, match=r"'group'.*it has x, grup.*did you mean 'grup'"):
+    with pytest.raises(
+        gar.UserError, match=r"'group'.*come to the collator with x, grup.*did you mean 'grup'"
+    ):
         collate([{"x": 1, "grup": "a"}])
 
 
@@ -444,7 +446,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     assert "expected a text or a whole number" in refused(tmp_path, group_column="labels")
     stream = datasets.IterableDataset.from_generator(lambda: iter(texts(16).to_list()))
     said = refused_training(tmp_path, group_column="groups", more={"train_dataset": stream})
-    assert "of a stream's example the trainer has left input_ids, labels)" in said
+    assert "its examples come to the collator with input_ids, labels)" in said
     named = {"train_dataset": texts(16).rename_column("group", "position_ids")}
     assert "is an input of the model" in refused_training(tmp_path, group_column="position_ids", more=named)
     assert "no MoE layer 7; expected some of 0, 1" in refused(tmp_path, layers=[7])

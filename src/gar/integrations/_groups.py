@@ -72,8 +72,8 @@ class GroupCollator:
 
 
 def missing_column(column: str, known: Sequence[str], left: bool = False) -> UserError:
-    """``known`` are the dataset's columns, or those ``left`` of an example where others were dropped."""
-    has = "of a stream's example the trainer has left" if left else "it has"
+    """``known`` are the dataset's columns, or what is ``left`` of an example that is collated."""
+    has = "its examples come to the collator with" if left else "it has"
     listed = f"{has} {', '.join(known)}" if known else "its examples are no dictionaries"
     return UserError(
         f"group_column {column!r}: the training dataset has no such column ({listed})"
