@@ -302,7 +302,7 @@ class CapturedUpdates:
 
     def _most_rows(self, shape: Shape, parameter: nn.Parameter) -> int:
         """Rows of a parameter's gradient that are not zero after an update of this shape, at most."""
-        return len(parameter)
+        return len(parameter) if parameter.dim() else 1
 
     def _forwards(self, shape: Shape, counts: Tensor, reals: Tensor) -> list[Forward]:
         """The passes of an update, from its line of the two tables."""
