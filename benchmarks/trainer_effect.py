@@ -116,11 +116,6 @@ class Arm:
     gradients: str = "relative"
     coefficient: float = 0.0
 
-    @property
-    def is_reference(self) -> bool:
-        """Whether the objective has no part in it."""
-        return self.coefficient == 0.0
-
 
 def arms() -> Iterator[Arm]:
     """All that the tables show: of chains every form, of other texts learning rates and clips."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from support.scripts import FOLDER, script
@@ -73,3 +75,30 @@ def test_the_stored_runs_are_complete(benchmark: dict[str, Any]) -> None:
     arms = list(benchmark["arms"]())
     assert list(found) == arms
     assert {tuple(runs) for runs in found.values()} == {tuple(range(10))}
+
+
+def test_what_the_page_says_of_the_stored_runs(benchmark: dict[str, Any]) -> None:
+    """Counts of 95 % intervals, Holm's correction and the default's furthest end, by scipy."""
+    found = benchmark["read"](FOLDER / "results" / "trainer_effect.csv")
+    sides: dict[str, list[int]] = {"nmi": [], "loss": []}
+    p_values, furthest = [], 0.0
+    for arm, runs in found.items():
+        if arm.coefficient == 0:
+            continue
+        reference = found[replace(arm, coefficient=0.0, gradients="relative")]
+        for key, of_key in sides.items():
+            test = stats.ttest_rel(*([runs[seed][key] for seed in range(10)] for runs in (runs, reference)))
+            low, high = test.confidence_interval(0.95)
+            of_key.append(int(low > 0) - int(high < 0))
+            if key == "loss":
+                p_values.append(float(test.pvalue))
+                if (arm.gradients, arm.coefficient) == ("relative", 0.3):
+                    furthest = max(furthest, -low, high)
+    assert len(p_values) == 44
+    assert (sides["nmi"].count(1), sides["nmi"].count(-1)) == (38, 0)
+    assert (sides["loss"].count(1), sides["loss"].count(-1)) == (2, 2)
+    assert min(p_values) * 44 > 0.05  # Holm's first step: none is left
+    assert furthest < 0.024
+    page = (FOLDER.parent / "docs" / "trainer.md").read_text(encoding="utf-8")
+    assert "of 44 intervals of NMI 38 lie above 0" in page
+    assert "of 44 intervals two lie above 0" in page

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import ClassVar, Self
 
@@ -62,8 +62,6 @@ class CapturedBackbone(CapturedUpdates):
         self._begun, self._number = False, 0
         modules = (module for module in updater.model.modules() if isinstance(module, nn.Embedding))
         self._embeddings = {module.weight for module in modules}
-        #: Different tokens in all texts.
-        self._distinct = len(np.unique(np.concatenate([np.unique(split.ids) for split in source.splits])))
 
     def block(self, start: int, stop: int) -> Iterator[Outcome]:
         if start < stop and not self._begun:
@@ -96,6 +94,11 @@ class CapturedBackbone(CapturedUpdates):
 
     def _tasks_of(self, shape: Shape) -> list[int]:
         return [task for part in shape.passes for task, _ in part.groups]
+
+    @cached_property
+    def _distinct(self) -> int:
+        """Different tokens in all texts."""
+        return len(np.unique(np.concatenate([np.unique(split.ids) for split in self._source.splits])))
 
     def _most_rows(self, shape: Shape, parameter: nn.Parameter) -> int:
         if parameter not in self._embeddings:
