@@ -22,7 +22,7 @@ from gar.distributed import Job, device_of_rank, joined, launch
 from gar.errors import UserError
 from gar.runs.environment import resolve_device
 from gar.training import Updater, checkpoint
-from gar.training.captured_backbone import CapturedBackbone, updates_of
+from gar.training.captured_backbone import updates_of
 
 WARMUP = 4
 
@@ -43,10 +43,6 @@ def main(
     profile: Annotated[
         Path | None, typer.Option(help="Where a stretch's time goes on the first rank, below this folder.")
     ] = None,
-    blocks: Annotated[
-        bool,
-        typer.Option(help="Several ranks, too, run updates in blocks, captured where they can be."),
-    ] = False,
     part: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Update time, bytes exchanged and scaling on 1, 2, 4, … ranks."""
@@ -55,7 +51,7 @@ def main(
     )
     if part is not None:
         with joined() as job:
-            found = measured(setting, method, job, device or "auto", updates, repeats, profile, blocks)
+            found = measured(setting, method, job, device or "auto", updates, repeats, profile)
             if job.is_first:
                 part.write_text(json.dumps(found), encoding="utf-8")
         return
@@ -70,7 +66,6 @@ def main(
                 raise SystemExit(f"{count} ranks failed")
             lines.append({"ranks": count, **json.loads(result.read_text(encoding="utf-8"))})
     labels = {**setting.labels, "method": method, "length": length, **setting.overrides}
-    labels |= {"blocks": "on"} if blocks else {}
     machine = machine_line(where)
     print(", ".join(f"{key} {value}" for key, value in labels.items()) + f". {machine}.\n")
     print(
@@ -100,7 +95,6 @@ def measured(
     updates: int,
     repeats: int,
     profile: Path | None = None,
-    blocks: bool = False,
 ) -> dict[str, float | bool]:
     """Milliseconds per update over stretches that all ranks begin together, of a run's own loop."""
     where = job.each(lambda: resolve_device(device_of_rank(device, job)))
@@ -110,8 +104,7 @@ def measured(
         bench.model.train(), bench.source, setting.config(method), list(bench.model.tasks), job=job
     )
     checkpoint.align(job, bench.model, updater.optimizer, updater.state)
-    # Captured on one GPU, where that can be.
-    loop = (CapturedBackbone.of(updater) if blocks else None) or updates_of(updater)
+    loop = updates_of(updater)
     done = 0
 
     def advance(count: int) -> float:
@@ -130,8 +123,6 @@ def measured(
 
     stretch = max(updates, loop.stride)
     advance(max(WARMUP, 2 * loop.stride))
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(where)
     sent = updater.sent
     times = [1e3 * advance(stretch) / stretch for _ in range(repeats)]
     told = {

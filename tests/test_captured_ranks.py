@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gar.config import Config
 from gar.distributed import Job, Ranks, exchange, sum_tensors
+from gar.errors import UserError
 from gar.features.sources import RawSource, make_sources
 from gar.methods import REGISTRY
+from gar.nn import ffn
 from gar.training import captured as captured_module
 from gar.training.captured_backbone import CapturedBackbone, updates_of
 from gar.training.updater import Outcome, TrainingFailure, Updater
@@ -26,6 +28,7 @@ from support import tiny_runs
 from support.ranks import Pool, pool
 from support.tiny_runs import largest_difference, make_config, same_bits, weights
 
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
 NAMES = ["mood", "nli"]
 METHODS = (*(name for name, cls in REGISTRY.items() if cls.capturable), "gar+switchaux+loss_free")
 Named = dict[str, Tensor]
@@ -36,6 +39,12 @@ Trained = tuple[Tensor, Named, int]
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Pool]:
     with pool(3) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    with pool(2, "cpu:gloo,cuda:nccl") as started:
         yield started
 
 
@@ -213,8 +222,8 @@ def _asks(ranks: Ranks, config: Config) -> list[str]:
             raise
         return None
 
-    few = mock.patch.object(exchange, "VOCABULARY", 12)
-    with few, mock.patch.object(captured, "_update", watched), suppress(AssertionError):
+    few, blocks = mock.patch.object(exchange, "VOCABULARY", 12), mock.patch.object(ffn, "can_block")
+    with few, blocks, mock.patch.object(captured, "_update", watched), suppress(AssertionError):
         list(captured.block(0, 12))
     return found
 
@@ -224,7 +233,9 @@ def test_an_update_of_a_known_shape_asks_the_device_nothing(workers: Pool, world
     batches = {"mixture__batch_size": 8, "mixture__group_size": 4}
     methods: list[Any] = ["baseline", {"name": "gar", "gradients": "unit"}, "gar+zloss+simbal"]
     for method in methods:  # one_hot, which some read, asks a CPU and no GPU
-        assert workers.run(2, _asks, config_of(world, method=method, **batches)) == [[], []], method
+        for site in ("lora_ffn", "full_ffn"):
+            config = config_of(world, method=method, experts__site=site, **batches)
+            assert workers.run(2, _asks, config) == [[], []], (method, site)
     # The control: embeddings whose rows are counted.
     with pytest.raises(AssertionError):
         assert workers.run(2, _counted, config_of(world, method="gar", **batches)) == [[], []]
@@ -271,16 +282,39 @@ def _replayed(ranks: Ranks, config: Config) -> tuple[Trained, Trained, int]:
     return one_by_one(ranks, config, 40), found, captured.captured
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
+@GPUS
 @pytest.mark.parametrize("method", ["baseline", "gar", "switchaux"])
-def test_graphs_that_exchange(world: Path, method: str) -> None:
+def test_graphs_that_exchange(gpus: Pool, world: Path, method: str) -> None:
     # Few shapes, which most updates replay.
     batches = {"mixture__batch_size": 4, "mixture__group_size": 4, "optimizer__updates": 40}
     config = config_of(world, method__name=method, device="cuda", **batches)
-    with pool(2, "cpu:gloo,cuda:nccl") as gpus:
-        found = gpus.run(2, _replayed, config)
+    found = gpus.run(2, _replayed, config)
     assert_alike([of_rank[:2] for of_rank in found])
     assert all(0 < graphs < 10 for *_, graphs in found)
+
+
+def _failing(ranks: Ranks, config: Config) -> str:
+    """What a rank says where the capture of another one fails, or its own."""
+    _, captured = made(config, ranks)
+    update = captured._update
+
+    def asking(shape: Any) -> None:
+        update(shape)
+        if ranks.rank and torch.cuda.is_current_stream_capturing():
+            captured._line.item()
+
+    with mock.patch.object(captured, "_update", asking), pytest.raises(UserError) as error:
+        list(captured.block(0, 40))
+    return str(error.value)
+
+
+@GPUS
+def test_a_capture_that_fails_on_one_rank_ends_all(gpus: Pool, world: Path) -> None:
+    batches = {"mixture__batch_size": 4, "mixture__group_size": 4, "optimizer__updates": 40}
+    first, second = gpus.run(2, _failing, config_of(world, device="cuda", **batches))
+    assert first == "updates cannot be captured (on another rank); expected capture=false here"
+    assert second.startswith("updates cannot be captured (")
+    assert second != first
 
 
 def test_not_on_a_cpu(workers: Pool, world: Path) -> None:

@@ -548,10 +548,16 @@ def own(world: Path) -> str:
     return str(path)
 
 
-def test_a_lost_rank_ends_the_job_with_its_reason(own: str, tmp_path: Path) -> None:
+#: Where updates are replayed as graphs that exchange: a run's end, or a lost rank, may leave one waiting.
+ON_GPUS = ("device=cuda", "backbone.trainable=true", "cache.enabled=false")
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
+
+
+@pytest.mark.parametrize("changes", [(), pytest.param(ON_GPUS, marks=GPUS)], ids=["here", "gpus"])
+def test_a_lost_rank_ends_the_job_with_its_reason(own: str, tmp_path: Path, changes: tuple[str, ...]) -> None:
     """Killed at a later update: what was complete is there, and one line says what happened."""
     out = tmp_path / "run"
-    running = command(own, "--ranks", "2", "--out", str(out))
+    running = command(own, *changes, "--ranks", "2", "--out", str(out))
     try:
         until(lambda: running.poll() is not None or list((out / "checkpoints").glob("0*")), 120)
         assert running.poll() is None, running.communicate()
@@ -566,6 +572,31 @@ def test_a_lost_rank_ends_the_job_with_its_reason(own: str, tmp_path: Path) -> N
     failure = json.loads((out / "failure.json").read_text())
     assert (failure["error"], failure["reason"]) == ("RankLost", expected)
     assert (out / failure["checkpoint"] / "state.json").is_file()
+
+
+def _has_checkpoint(out: Path) -> bool:
+    return any((out / "checkpoints").glob("0*"))
+
+
+@GPUS
+def test_captured_runs_end_as_launched_ones(own: str, tmp_path: Path) -> None:
+    """And as one that was interrupted, and went on."""
+    rows = []
+    for name, stops, capture in (("launched", 1, False), ("captured", 1, True), ("resumed", 2, True)):
+        out = tmp_path / name
+        changes = [*ON_GPUS, "optimizer.updates=80", f"capture={capture}".lower(), "precision=float32"]
+        for turn in range(stops):
+            arguments = ["--resume", str(out)] if turn else [own, *changes, "--out", str(out)]
+            running = command(*arguments, "--ranks", "2")
+            if stops > turn + 1:
+                until(partial(_has_checkpoint, out), 120)
+                running.send_signal(signal.SIGINT)
+            _, said = running.communicate(timeout=120)
+            assert running.returncode in ((0, 130) if stops > turn + 1 else (0,)), said
+        rows.append(torch.tensor([line["loss"] for line in read_lines(out / "history.jsonl")]))
+    launched, captured, resumed = rows
+    torch.testing.assert_close(captured, launched, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resumed, captured, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])

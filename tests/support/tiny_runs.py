@@ -111,7 +111,7 @@ def load(config: Config, randomized: bool = False) -> tuple[MultiTaskModel, Mixt
 
 
 def weights(model: MultiTaskModel) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.owned_state().items()}
+    return {name: value.cpu().clone() for name, value in model.owned_state().items()}
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -92,8 +92,9 @@ class CapturedUpdates:
     def of(cls, updater: Updater) -> CapturedUpdates | None:
         """For an updater whose updates can be captured; None where they cannot."""
         model, config = updater.model, updater.config
-        able = config.capture and config.method.capturable and model.bank.experts.capturable
+        able = config.capture and config.method.capturable and has_fixed_sizes(updater)
         able = able and config.observation.unit == "group"  # which others count, the host has to know
+        able = able and updater.job.count == 1  # groups of other ranks are no part of its lines
         if not able or model.device.type != "cuda" or not isinstance(updater.source, CachedSource):
             return None
         limit = config.max_tokens_per_pass
@@ -228,13 +229,18 @@ class CapturedUpdates:
     def _capture(self, shape: Shape) -> None:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode=self._errors)
+        failed: BaseException | None = None
         try:
             self._update(shape)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # that it was not completed
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        except BaseException as error:
+            failed = error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            failed = failed or error
+            _end_failed_capture(self._device, self._pool)
+        if failed is not None:
+            raise failed
         self._captured[shape] = graph
 
     @property
@@ -344,6 +350,27 @@ class CapturedUpdates:
         self.updater.method.after_step(update)
         for tensor, old in zip(kept, before, strict=True):
             tensor.copy_(torch.where(self._skip > 0, old, tensor))
+
+
+def has_fixed_sizes(updater: Updater) -> bool:
+    """Whether the sizes of all of the experts' tensors are known before an update."""
+    experts = updater.model.bank.experts
+    with updater.model.computing():
+        return experts.groups_capturable if updater.method.whole_gradients else experts.capturable
+
+
+def _end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undo what torch leaves of a capture that CUDA refused to end.
+
+    Its generator would go on counting for a graph, and refuse every dropout outside of one; memory would stay
+    with the graph. Only the first has a public way out.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(AttributeError, RuntimeError):
+        torch.cuda.memory._cuda_endAllocateToPool(index, pool)  # type: ignore[attr-defined]
+        torch.cuda.memory._cuda_releasePool(index, pool)  # type: ignore[attr-defined]
 
 
 @functools.cache
