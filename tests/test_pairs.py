@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gar.nn import RoutedFFN, _pairs, ffn
+from gar.nn import RoutedFFN, ffn
 from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
 from gar.observation import Grouping, WholeGradients, observe
 
@@ -115,56 +115,26 @@ def test_spread_and_combine_against_loops(fixed: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("length", [None, 1, 4, 64], ids=lambda length: f"blocks of {length}")
-def test_products_against_loops(bias: bool, length: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks too, of which an expert fills none, one or several, the last one in part."""
+def test_products_against_loops(bias: bool) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(_pairs, "BLOCK_ROWS", length or 64)
     active = some_active(9, 4, 3)
-    pairs, expected = pairs_of(active, 3, length is not None, blocks=True), listed(active)
-    count = len(expected)
-    assert (pairs.blocks is None) == (length is None)
+    pairs, expected = pairs_of(active, 3), listed(active)
     rows, weight, shift = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((len(pairs.origin), 5), (4, 6, 5), (4, 6))
+        for shape in ((len(expected), 5), (4, 6, 5), (4, 6))
     )
-    with torch.no_grad():
-        rows[count:] = torch.nan  # not defined there
     of = [rows, weight, *([shift] if bias else [])]
     out = expert_products(rows, weight, shift if bias else None, pairs)
-    slow = torch.stack([weight[e] @ rows[i] + (shift[e] if bias else 0) for i, (_, e) in enumerate(expected)])
-    torch.testing.assert_close(out[:count], slow, rtol=0, atol=1e-13)
+    slow = torch.stack(
+        [weight[e] @ row + (shift[e] if bias else 0) for row, (_, e) in zip(rows, expected, strict=True)]
+    )
+    torch.testing.assert_close(out, slow, rtol=0, atol=1e-13)
     pull = torch.randn_like(out)
-    pull[count:] = torch.nan
-    found = torch.autograd.grad(out, of, pull, retain_graph=True)
-    for mine, theirs in zip(found, torch.autograd.grad(slow, of, pull[:count]), strict=True):
-        mine, theirs = (t[:count] if t.shape == rows.shape else t for t in (mine, theirs))
+    found = torch.autograd.grad(out, of, pull)
+    for mine, theirs in zip(found, torch.autograd.grad(slow, of, pull), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    # Of several gradients at once, as torch vectorizes it.
-    (both,) = torch.autograd.grad(out, weight, torch.stack([pull, 2 * pull]), is_grads_batched=True)
-    torch.testing.assert_close(both, torch.stack([found[1], 2 * found[1]]), rtol=0, atol=1e-12)
     frozen = expert_products(rows.detach(), weight, shift if bias else None, pairs)
     torch.testing.assert_close(torch.autograd.grad(frozen, weight, pull)[0], found[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("length", [1, 3, 64])
-@pytest.mark.parametrize("case", ["some", "all of one", "none", "no unit"])
-def test_blocks_have_every_pair_once(case: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pairs, "BLOCK_ROWS", length)
-    active = some_active(9, 4, 3) if case == "some" else torch.zeros(9, 4, dtype=torch.bool)
-    active[:, 2] |= case == "all of one"
-    active = active[:0] if case == "no unit" else active
-    pairs, expected = pairs_of(active, 3, fixed=True, blocks=True), listed(active)
-    blocks = pairs.blocks
-    assert blocks is not None
-    seen = blocks.rows[blocks.there].tolist()
-    assert sorted(seen) == list(range(len(expected)))
-    assert blocks.rows.flatten()[blocks.places[: len(expected)]].tolist() == list(range(len(expected)))
-    of = blocks.experts.unsqueeze(1).expand_as(blocks.rows)[blocks.there].tolist()
-    assert all(expected[i][1] == e for i, e in zip(seen, of, strict=True))
-    # Their number and their length follow from the sizes of ``active``.
-    places = active.shape[0] * 3
-    assert blocks.rows.shape == (places // (n := max(length, -(-places // 32))) + 4, n)
 
 
 def test_a_bias_as_a_column() -> None:
@@ -179,8 +149,8 @@ def test_a_bias_as_a_column() -> None:
 
 
 @pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """How the bank makes its products, wherever it is; what torch leaves undefined is NaN."""
+def grouped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Products of fixed size wherever the bank asks; what torch leaves undefined is NaN."""
     original = functional.grouped_mm
 
     def product(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
@@ -190,9 +160,8 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             out = out.masked_fill(behind.unsqueeze(1), torch.nan)
         return out
 
-    def switch(how: str) -> None:
-        monkeypatch.setattr(ffn, "can_group", lambda *_: how == "grouped")
-        monkeypatch.setattr(ffn, "can_block", lambda *_: how == "blocks")
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(ffn, "can_group", lambda *_: on)
         monkeypatch.setattr(functional, "grouped_mm", product)
 
     return switch
@@ -231,15 +200,14 @@ def observed(bank: RoutedFFN, autocast: bool, groups: Tensor | None = None) -> d
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-@pytest.mark.parametrize("how", ["grouped", "blocks"])
 def test_sizes_that_the_host_never_learns_change_nothing(
-    grouped: Callable[[str], None], how: str, top_k: int, gated: bool, bias: bool, device: str
+    grouped: Callable[[bool], None], top_k: int, gated: bool, bias: bool, device: str
 ) -> None:
     """In float32 up to rounding: the same products by one kernel, padding and undefined rows with it."""
     bank = bank_of(top_k, gated, bias, torch.float32, device)
-    grouped("singly")
+    grouped(False)
     expected = observed(bank, autocast=False)
-    grouped(how)
+    grouped(True)
     found = observed(bank, autocast=False)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -248,18 +216,18 @@ def test_sizes_that_the_host_never_learns_change_nothing(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["singly", "grouped"])
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_group_gradients_in_bfloat16_are_sums_of_its_own_products(
-    grouped: Callable[[str], None], top_k: int, tokens: bool, how: str, device: str
+    grouped: Callable[[bool], None], top_k: int, tokens: bool, fixed: bool, device: str
 ) -> None:
     """Factors as the backward rounds them, added up in float32: nothing else is lost."""
-    grouped(how)
+    grouped(fixed)
     groups = torch.tensor([0, 0, 1, 1, 1])
     groups = groups.unsqueeze(1).expand(5, 7) if tokens else groups
     low = observed(bank_of(top_k, False, True, torch.float32, device), True, groups)
-    grouped("singly")
+    grouped(False)
     exact = observed(bank_of(top_k, False, True, torch.float64, device), False)
     assert low["group"].dtype == torch.float32
     error = (low["group"].double() - exact["group"]).norm() / exact["group"].norm()
@@ -276,7 +244,7 @@ def test_group_gradients_in_bfloat16_are_sums_of_its_own_products(
 @pytest.mark.parametrize("sizes", [(2, 3), (1, 0, 4), (5,)])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_gradients_of_single_experts_by_group(
-    grouped: Callable[[str], None], top_k: int, sizes: tuple[int, ...], gated: bool, bias: bool, device: str
+    grouped: Callable[[bool], None], top_k: int, sizes: tuple[int, ...], gated: bool, bias: bool, device: str
 ) -> None:
     """Against a backward of each group alone; padded units, undefined rows, and an empty group."""
     bank = bank_of(top_k, gated, bias, torch.float32, device)
@@ -285,22 +253,22 @@ def test_gradients_of_single_experts_by_group(
     mask = (torch.arange(7) < torch.tensor([7, 3, 5, 1, 7]).unsqueeze(1)).to(device)
     grouping = Grouping.consecutive(sizes, torch.device(device))
     parameters = {slot: getattr(bank.experts, slot) for slot in bank.experts.slots}
-    whole, ways = {}, ("singly", "grouped", "blocks")
-    for how in ways:
-        grouped(how)
+    whole = {}
+    for fixed in (False, True):
+        grouped(fixed)
         rows = WholeGradients([bank], list(parameters.values()))
         with rows.recording():
             losses = grouping.sum((bank(x, mask)[0] * pull).sum((1, 2)))
-            whole[how] = x.new_empty(len(sizes), rows.size)
-            rows.fill(losses, torch.ones_like(losses), grouping, whole[how])
-    grouped("singly")
+            whole[fixed] = x.new_empty(len(sizes), rows.size)
+            rows.fill(losses, torch.ones_like(losses), grouping, whole[fixed])
+    grouped(False)
     first = 0
     for m, size in enumerate(sizes):
         own = slice(first, first := first + size)
         grads = torch.autograd.grad((bank(x[own], mask[own])[0] * pull[own]).sum(), list(parameters.values()))
         expected = torch.cat([grad.flatten() for grad in grads])
-        for how in ways:
-            assert (whole[how][m] - expected).abs().max() <= 1e-5 * expected.abs().max()
+        for fixed in (False, True):
+            assert (whole[fixed][m] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_only_hopper_and_aligned_rows_have_such_products() -> None:

@@ -586,8 +586,8 @@ def test_captured_runs_end_as_launched_ones(own: str, tmp_path: Path) -> None:
         out = tmp_path / name
         changes = [*ON_GPUS, "optimizer.updates=80", f"capture={capture}".lower(), "precision=float32"]
         for turn in range(stops):
-            arguments = ["--resume", str(out)] if turn else [own, *changes, "--out", str(out)]
-            running = command(*arguments, "--ranks", "2")
+            resume = ["--resume"] if turn else []
+            running = command(own, *changes, "--out", str(out), "--ranks", "2", *resume)
             if stops > turn + 1:
                 until(partial(_has_checkpoint, out), 120)
                 running.send_signal(signal.SIGINT)

@@ -43,8 +43,8 @@ class Pool:
 
 
 @contextmanager
-def pool(count: int, backend: str = "gloo") -> Iterator[Pool]:
-    """A pool of processes, ended with the block; with nccl each has a GPU."""
+def pool(count: int, backend: str = "gloo", patience: float = 60.0) -> Iterator[Pool]:
+    """A pool of processes, ended with the block, or in ``patience`` seconds; with nccl each has a GPU."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as where:
         pipes, processes = [], []
@@ -61,7 +61,7 @@ def pool(count: int, backend: str = "gloo") -> Iterator[Pool]:
             for pipe in pipes:
                 pipe.send(None)
             for process in processes:
-                process.join(60)
+                process.join(patience)
                 process.kill()
 
 

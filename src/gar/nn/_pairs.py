@@ -14,27 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from gar.objective import accurate
-from gar.precision import full_precision
 
 #: Bytes that the rows of a grouped product have to be a multiple of.
 ALIGNMENT = 16
-#: Blocks of an expert where all have as many pairs: unequal numbers can need one more of each, so that an
-#: eighth of the products is of nothing. Rows of a block, at least. What the weights of all blocks may take.
-BLOCKS, BLOCK_ROWS, BLOCK_BYTES = 8, 64, 2**30
-
-
-class Blocks(NamedTuple):
-    """P pairs in n blocks of B places, the pairs of one expert in each: as many as there can be.
-
-    ``experts`` int64 [n] says whose they are, ``rows`` int64 [n, B] which pair is in a place, ``there`` bool
-    [n, B] where there is one; other places repeat the first pair. ``places`` int64 [P] is where, among all
-    places of all blocks, each pair is.
-    """
-
-    experts: Tensor
-    rows: Tensor
-    there: Tensor
-    places: Tensor
 
 
 class Pairs(NamedTuple):
@@ -45,8 +27,7 @@ class Pairs(NamedTuple):
     there are; the others point to the first pair. ``ends`` int32 [E] is where each expert's pairs end.
 
     ``counts`` are the numbers of pairs of the experts, or None: then the host never learned them, P is N k,
-    and what lies behind ``ends[-1]`` is undefined and never read. ``blocks`` are there where products are
-    made by them; else a kernel for all experts reads ``ends``.
+    and what lies behind ``ends[-1]`` is undefined and never read.
     """
 
     origin: Tensor
@@ -55,12 +36,6 @@ class Pairs(NamedTuple):
     filled: Tensor
     ends: Tensor
     counts: list[int] | None
-    blocks: Blocks | None = None
-
-    @property
-    def grouped(self) -> bool:
-        """Whether one kernel makes the products of all experts, from ``ends``."""
-        return self.counts is None and self.blocks is None
 
     @property
     def units(self) -> Tensor:
@@ -84,11 +59,10 @@ class Pairs(NamedTuple):
         return total
 
 
-def pairs_of(active: Tensor, each: int, fixed: bool = False, blocks: bool = False) -> Pairs:
+def pairs_of(active: Tensor, each: int, fixed: bool = False) -> Pairs:
     """The pairs of ``active`` bool [N, E], with at most ``each`` experts a unit.
 
-    ``fixed``: sizes follow from those of ``active`` alone, and nothing waits for the device; then products
-    are made by one kernel, or in ``blocks``.
+    ``fixed``: sizes follow from those of ``active`` alone, and nothing waits for the device.
     """
     units, experts = active.shape
     numbers = torch.arange(experts, device=active.device).expand(units, experts)
@@ -105,39 +79,9 @@ def pairs_of(active: Tensor, each: int, fixed: bool = False, blocks: bool = Fals
     behind = torch.where(filled, slots, size).flatten()  # those that are not there all go behind the end
     origin = numbers.new_zeros(size + 1).scatter_(0, behind, flat)[:size]
     if fixed:
-        own = _blocks(ends, size) if blocks else None
-        return Pairs(origin, slots, choice, filled, ends.to(torch.int32), None, own)
+        return Pairs(origin, slots, choice, filled, ends.to(torch.int32), None)
     counts = active.sum(0).tolist()  # everything else is under way
     return Pairs(origin[: max(1, sum(counts))], slots, choice, filled, ends.to(torch.int32), counts)
-
-
-def _blocks(ends: Tensor, size: int) -> Blocks:
-    """The blocks of ``size`` pairs, of which those of each expert end at ``ends`` int64 [E]."""
-    ends, experts, device = ends.contiguous(), len(ends), ends.device
-    length = max(BLOCK_ROWS, -(-size // (BLOCKS * experts)))
-    begins = functional.pad(ends[:-1], (1, 0))
-    needed = (ends - begins + length - 1) // length
-    last = needed.cumsum(0)
-    first, number = last - needed, torch.arange(size // length + experts, device=device)
-    # A block behind the last one is of the last expert, and begins behind its pairs.
-    own = torch.searchsorted(last, number, right=True).clamp(max=experts - 1)
-    begin = begins[own] + (number - first[own]) * length
-    rows = begin.unsqueeze(1) + torch.arange(length, device=device)
-    there = rows < ends[own].unsqueeze(1)
-    pair = torch.arange(size, device=device)
-    of = torch.searchsorted(ends, pair, right=True).clamp(max=experts - 1)
-    places = first[of] * length + pair - begins[of]
-    return Blocks(own, torch.where(there, rows, 0), there, torch.where(pair < ends[-1], places, 0))
-
-
-def can_block(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products of ``weight`` [E, p, q] with pairs of unknown numbers are made in blocks.
-
-    On a GPU, where a look at the numbers would wait for it, in float32 or wider; each block reads the weights
-    of its expert, which take memory once more.
-    """
-    copies = (BLOCKS + 1) * weight.numel() * dtype.itemsize
-    return weight.is_cuda and dtype.itemsize >= 4 and copies <= BLOCK_BYTES
 
 
 def can_group(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
@@ -176,9 +120,6 @@ def with_bias(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def expert_products(rows: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs) -> Tensor:
     """``W_e x_i + b_e`` of every pair, [P, p]: ``rows`` [P, q], ``weight`` [E, p, q], ``bias`` [E, p]."""
     rows = rows.to(weight.dtype)
-    if pairs.blocks is not None:
-        made: Tensor = _BlockProducts.apply(rows, weight, bias, pairs.blocks)  # type: ignore[no-untyped-call]
-        return made
     if pairs.counts is None:
         assert bias is None
         grouped: Tensor = functional.grouped_mm(rows, weight.transpose(1, 2), offs=pairs.ends)
@@ -246,37 +187,6 @@ class _Products(torch.autograd.Function):
             to_weight = torch.stack([g.T @ x for x, g in _by_expert(counts, rows, grad)])
         if ctx.biased and ctx.needs_input_grad[2]:
             to_bias = torch.stack([g.sum(0) for (g,) in _by_expert(counts, grad)])
-        return to_rows, to_weight, to_bias, None
-
-
-class _BlockProducts(torch.autograd.Function):
-    """A product for every block, with a copy of its expert's weights."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.blocks, ctx.biased = blocks, bias is not None
-        x, own = rows[blocks.rows], weight[blocks.experts].mT
-        out = torch.bmm(x, own) if bias is None else torch.baddbmm(bias[blocks.experts].unsqueeze(1), x, own)
-        return out.view(-1, weight.shape[1])[blocks.places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (rows, weight), blocks = ctx.saved_tensors, ctx.blocks
-        to_rows = to_weight = to_bias = None
-        grad = grad[blocks.rows].masked_fill(~blocks.there.unsqueeze(-1), 0)
-        if ctx.needs_input_grad[0]:
-            to_rows = torch.bmm(grad, weight[blocks.experts]).view(-1, weight.shape[2])[blocks.places]
-        owners = torch.arange(len(weight), device=weight.device).unsqueeze(1) == blocks.experts
-        owners = owners.to(weight.dtype)
-        with full_precision(weight.device):  # the sums alone: TF32 would round what was added up already
-            if ctx.biased and ctx.needs_input_grad[2]:
-                to_bias = owners @ grad.sum(1)
-        if ctx.needs_input_grad[1]:
-            parts = torch.bmm(grad.mT, rows[blocks.rows])
-            with full_precision(weight.device):
-                to_weight = (owners @ parts.view(len(blocks.experts), -1)).view(weight.shape)
         return to_rows, to_weight, to_bias, None
 
 

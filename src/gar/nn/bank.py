@@ -94,11 +94,6 @@ class Experts(nn.Module):
         """Whether the sizes of all tensors follow from those of the input: nothing waits for the device."""
         return False
 
-    @property
-    def groups_capturable(self) -> bool:
-        """Whether those of :meth:`add_gradients` do, too."""
-        return self.capturable
-
     def template(self) -> dict[str, torch.Size]:
         """Shapes of one expert's parameters, in local order."""
         return {slot: getattr(self, slot).shape[1:] for slot in self.slots}

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gar.errors import UserError
-from gar.nn._pairs import (
-    Pairs,
-    can_block,
-    can_group,
-    combine,
-    expert_products,
-    pairs_of,
-    spread,
-    with_bias,
-)
+from gar.nn._pairs import Pairs, can_group, combine, expert_products, pairs_of, spread, with_bias
 from gar.nn.bank import Call, Experts, Factors, RoutedExperts, RowGroups, add_product
 from gar.objective import accurate
 from gar.routing import Router
@@ -76,11 +67,6 @@ class FFNExperts(Experts):
 
     @property
     def capturable(self) -> bool:
-        """On a GPU: in bfloat16 on Hopper, and in float32 where copies of the weights are small enough."""
-        return self.groups_capturable or can_block(self.W1, self._dtype)
-
-    @property
-    def groups_capturable(self) -> bool:
         """In bfloat16 on Hopper, where products of experts with unknown numbers of units are one kernel."""
         return can_group(self.W1.device, self._dtype, self.features, self.W1.shape[1], self.hidden_features)
 
@@ -92,17 +78,16 @@ class FFNExperts(Experts):
 
     def forward(self, x: Tensor, gates: Tensor, active: Tensor, each: int | None = None) -> Tensor:
         shape, dtype = x.shape[:-1], self._dtype
-        one_kernel = self.groups_capturable
-        pairs = pairs_of(active.flatten(0, -2), each or self.count, self.capturable, blocks=not one_kernel)
+        pairs = pairs_of(active.flatten(0, -2), each or self.count, fixed=self.capturable)
         weight = _slot_gates(gates, pairs)
         first, second = self.W1.to(dtype), self.W2.to(dtype)
         b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
         x = x.flatten(0, -2).to(dtype)
-        if pairs.grouped and b1 is not None:
+        if pairs.counts is None and b1 is not None:
             (x, first), b1 = with_bias(x, first, b1), None
         assert self.hidden_module is not None
         hidden = self.hidden_module(expert_products(spread(x, pairs), first, b1, pairs), pairs)
-        if pairs.grouped and self.b2 is not None:
+        if pairs.counts is None and self.b2 is not None:
             total = combine(expert_products(hidden, second, None, pairs), weight, pairs)
             with torch.autocast(x.device.type, enabled=False):
                 total = total + (gates * active).flatten(0, -2) @ self.b2.to(gates.dtype)
@@ -153,7 +138,7 @@ class FFNExperts(Experts):
         rows, count = call.gates.shape[:2], groups.count
         pairs = call.layout
         assert isinstance(pairs, Pairs)
-        if pairs.grouped and groups.ordered:
+        if pairs.counts is None and groups.ordered:
             self._add_grouped(call, pairs, groups, into)
             return
         total = int(pairs.ends[-1]) if pairs.counts is None else sum(pairs.counts)

@@ -92,7 +92,7 @@ class CapturedUpdates:
     def of(cls, updater: Updater) -> CapturedUpdates | None:
         """For an updater whose updates can be captured; None where they cannot."""
         model, config = updater.model, updater.config
-        able = config.capture and config.method.capturable and has_fixed_sizes(updater)
+        able = config.capture and config.method.capturable and model.bank.experts.capturable
         able = able and config.observation.unit == "group"  # which others count, the host has to know
         able = able and updater.job.count == 1  # groups of other ranks are no part of its lines
         if not able or model.device.type != "cuda" or not isinstance(updater.source, CachedSource):
@@ -350,13 +350,6 @@ class CapturedUpdates:
         self.updater.method.after_step(update)
         for tensor, old in zip(kept, before, strict=True):
             tensor.copy_(torch.where(self._skip > 0, old, tensor))
-
-
-def has_fixed_sizes(updater: Updater) -> bool:
-    """Whether the sizes of all of the experts' tensors are known before an update."""
-    experts = updater.model.bank.experts
-    with updater.model.computing():
-        return experts.groups_capturable if updater.method.whole_gradients else experts.capturable
 
 
 def _end_failed_capture(device: torch.device, pool: Any) -> None:

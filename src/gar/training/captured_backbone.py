@@ -1,9 +1,8 @@
 """Updates that run the backbone on a GPU, in blocks: :mod:`gar.training.captured` from token ids on.
 
 An update of a backbone is a thousand kernels, which take the host longer than the GPU. Where nothing in it
-waits for the device it is replayed as a CUDA graph; elsewhere (full FFN experts too large for
-:func:`gar.nn._pairs.can_block`, whose numbers of units the host has to know) kernels are launched one by one,
-without a look at the losses between updates.
+waits for the device it is replayed as a CUDA graph; elsewhere (float32 products of full FFN experts, whose
+sizes the host has to know) kernels are launched one by one, without a look at the losses between updates.
 
 The dropout of a trained backbone depends on the sizes of its tensors. So groups keep their sizes here, and
 texts the widths that they have in :meth:`Updater.run`: captured or not, masks are the same.
@@ -28,7 +27,7 @@ from gar.errors import UserError
 from gar.features.sources import RawSource
 from gar.methods import GroupWeights, Share
 from gar.observation import Grouping
-from gar.training.captured import CapturedUpdates, PassShape, RankShape, Shape, has_fixed_sizes
+from gar.training.captured import CapturedUpdates, PassShape, RankShape, Shape
 from gar.training.dropout import keep_mask
 from gar.training.gradients import Forward
 from gar.training.updater import Outcome, Updater, task_parts
@@ -50,8 +49,10 @@ class CapturedBackbone(CapturedUpdates):
         able = able and (updater.job.count == 1 or updater.job.ranks.uses_gpus)
         if not able or model.device.type != "cuda" or not isinstance(source, RawSource):
             return None
+        with model.computing():
+            fixed = model.bank.experts.capturable
         # A checkpointed layer keeps the generator's state on the host.
-        fixed = has_fixed_sizes(updater) and not model.config.gradient_checkpointing
+        fixed = fixed and not model.config.gradient_checkpointing
         return cls(updater, source, fixed)
 
     def __init__(self, updater: Updater, source: RawSource, graphs: bool = True) -> None:
