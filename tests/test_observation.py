@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gar
+from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts, RoutedFFN, RoutedLoRA
 from gar.observation import Grouping, Observed
 from support import oracles
@@ -915,3 +916,83 @@ def test_a_grouping_may_count_no_row() -> None:
     grouping = Grouping(torch.tensor([-1, -1]))
     assert grouping.count == 0
     assert grouping.sum(torch.ones(2, 3)).shape == (0, 3)
+
+
+# ---------------------------------------------------------------------- what others do around a bank
+
+
+def _halved(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output / 2
+
+
+def _doubled_gradient(module: nn.Module, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (2 * grads[0],)
+
+
+class _Thrice(RoutedLoRA):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, routing = super().forward(*args, **kwargs)
+        return 3 * output, routing
+
+
+@pytest.mark.parametrize("case", ["plain", "output", "gradient", "subclass", "later hook", "in place"])
+@pytest.mark.parametrize("kind", ["lora", "ffn"])
+def test_rows_are_those_of_what_reaches_the_experts(kind: str, case: str) -> None:
+    """Whatever hooks, subclasses and in-place operations make of their output, or of its gradient."""
+    if kind == "ffn":
+        bank: Any = RoutedFFN(4, 6, experts=3, top_k=2)
+    else:
+        bank = (_Thrice if case == "subclass" else RoutedLoRA)(4, 4, experts=3, rank=2, top_k=2)
+    bank.double()
+    randomize(bank)
+    if case == "output":
+        bank.experts.register_forward_hook(_halved)
+    if case == "gradient":
+        bank.experts.register_full_backward_pre_hook(_doubled_gradient)
+    x = torch.randn(4, 3, 4, dtype=torch.float64, requires_grad=True)
+    pull = torch.randn(4, 3, 4, dtype=torch.float64)
+
+    def losses() -> Tensor:
+        output, _ = bank(x)
+        if case == "in place":
+            output += x
+        if case == "later hook":
+            output.register_hook(lambda grad: grad.sign())
+        return (output * pull).sum((1, 2))
+
+    slots = [getattr(bank.experts, slot) for slot in bank.experts.slots]
+    expected = []
+    for i in range(4):
+        grads = torch.autograd.grad(losses()[i], slots)
+        expected.append(torch.cat([grad.sum(0).flatten() for grad in grads]))
+    with gar.observe(bank) as observed:
+        losses().sum().backward()
+    found = observed.group_gradients(torch.arange(4), torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_a_leaf_that_keeps_the_same_gradient_changes_no_row() -> None:
+    """AccumulateGrad takes over the memory of a gradient that nobody else holds, and adds to it in place."""
+    bank = RoutedLoRA(4, 4, experts=3, rank=2, top_k=2).double()
+    randomize(bank)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    rows = []
+    for changed in (False, True):
+        leaf = torch.zeros(2, 12, dtype=torch.float64, requires_grad=True)
+        with gar.observe(bank) as observed:
+            output, _ = bank(x)
+            (output + leaf.view(2, 3, 4)).square().sum().backward()
+        if changed:
+            assert leaf.grad is not None
+            leaf.grad.zero_()
+        rows.append(observed.group_gradients(torch.arange(2), torch.ones(2, dtype=torch.float64)))
+    assert rows[0].abs().max() > 0
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("activation", [torch.relu_, nn.Sequential(nn.ReLU(inplace=True))])
+def test_an_activation_that_works_in_place_is_refused(activation: Any) -> None:
+    bank = RoutedFFN(4, 6, experts=3, top_k=2, activation=activation)
+    with pytest.raises(UserError, match="activation works in place"), gar.observe(bank):
+        bank(torch.randn(2, 3, 4))
+    bank(torch.randn(2, 3, 4))  # nobody reads its input

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,25 @@ def repeats(forwards: int) -> bool:
     output gets a gradient, and counts.
     """
     return forwards > 0 and in_backward()
+
+
+def before_backward(output: Tensor, do: Callable[[Tensor], None]) -> None:
+    """Call ``do`` with the gradient of ``output`` that its operation is about to take.
+
+    A hook of the tensor would come before those that a user registers later, which may change the gradient.
+    One that is another shape of a whole tensor is followed there: changed in place, it loses its operation.
+    """
+    base = output._base
+    whole = base is not None and base.numel() == output.numel() and base.is_contiguous()
+    source = base if base is not None and whole and output.is_contiguous() else output
+    node, number, shape = source.grad_fn, source.output_nr, output.shape
+    assert node is not None
+    node.register_prehook(lambda grads: None if grads[number] is None else do(grads[number].view(shape)))
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version
 
 
 class Handle(Protocol):
@@ -63,6 +82,8 @@ class Record:
     backwards: int = 0
     #: Forwards inside a backward, after the recorded one, whose outputs had a gradient.
     repeats: int = 0
+    #: Of the input of the experts' activation, when it was called.
+    _version: int = 0
 
     def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
@@ -72,8 +93,9 @@ class Record:
         yield self.bank.register_forward_hook(self._bank_hook, with_kwargs=True, prepend=True)
         if self.factors or self.outputs:
             yield self.bank.experts.register_forward_hook(self._experts_hook, prepend=True)
-        if self.factors and self.bank.experts.hidden_module is not None:
-            yield self.bank.experts.hidden_module.register_forward_hook(self._hidden_hook)
+        if self.factors and (inner := self.bank.experts.hidden_module) is not None:
+            yield inner.register_forward_pre_hook(self._before_hidden)
+            yield inner.register_forward_hook(self._hidden_hook, prepend=True)
 
     def _router_hook(self, module: nn.Module, args: tuple[Tensor, ...], routing: Routing) -> Routing | None:
         # Where the input has a gradient, what lies below must not see that of detached routing.
@@ -90,29 +112,40 @@ class Record:
         if not torch.is_grad_enabled():
             return
         if repeats(self.forwards):
-            if self.factors and output.requires_grad:
-                output.register_hook(self._count_repeat)
             return
         self.forwards += 1
         self.routing_input = (args[0] if args else kwargs["x"]).detach()
         self.routing, self.output = routing, output
-        if self.factors and output.requires_grad:
-            output.register_hook(self._store_delta)
 
     def _experts_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad and not repeats(self.forwards):
+        if not output.requires_grad:
+            return
+        repeated = repeats(self.forwards)
+        if self.factors:
+            before_backward(output, self._count_repeat if repeated else self._store_delta)
+        if not repeated:
             x, gates, active = args[:3]
             self.arguments = (x.detach(), gates.detach(), active)
 
+    def _before_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._version = version_of(args[0])
+
     def _hidden_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad and not repeats(self.forwards):
+            if version_of(args[0]) != self._version:
+                raise UserError(
+                    "the experts' activation works in place; expected one that leaves its input, which is "
+                    "observed"
+                )
             self.hidden, self.layout = output.detach(), args[1] if len(args) > 1 else None
             args[0].register_hook(self._store_hidden_grad)
 
     def _store_delta(self, grad: Tensor) -> None:
         if not self.paused[0]:
             self.backwards += 1
-            self.delta = grad.detach()
+            # A copy: a leaf that gets the same gradient keeps its memory as its own .grad, and adds to it.
+            with torch.no_grad():
+                self.delta = grad.clone()
 
     def _count_repeat(self, grad: Tensor) -> None:
         if not self.paused[0]:
