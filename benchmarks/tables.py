@@ -48,7 +48,8 @@ def scaling(results: list[dict[str, Any]]) -> str:
     """One line for each file of benchmarks/ranks.py: each number of ranks beside the first of them."""
     ranks = [line["ranks"] for line in results[0]["lines"]]
     header = ["precision", "batch size a task", *(f"{n} rank{'s' * (n > 1)}, ms" for n in ranks)]
-    header += [f"{n} ranks, times as fast" for n in ranks[1:]] + ["MB sent per rank, update", "GiB at most"]
+    header += [f"{n} ranks, times as fast" for n in ranks[1:]] + ["MB sent per rank, update"]
+    header += ["GiB at most", "replayed"]
     rows = []
     for result in results:
         setting, lines = result["setting"], result["lines"]
@@ -57,6 +58,7 @@ def scaling(results: list[dict[str, Any]]) -> str:
         row += [f"{line['speedup']:.2f}" for line in lines[1:]]
         row.append(", ".join(f"{line['bytes'] / 1e6:.0f}" for line in lines[1:]))
         row.append(", ".join(f"{line['peak_gib']:.1f}" for line in lines))
+        row.append(", ".join("yes" if line["captured"] else "no" for line in lines))
         rows.append(row)
     machine = ", ".join(dict.fromkeys(result["machine"] for result in results))
     return f"{machine}.\n\n{markdown(header, rows)}"
