@@ -578,6 +578,7 @@ def test_the_page_of_ranks_has_a_line_a_file(tmp_path: Path) -> None:
             "bytes": 0.0,
             "peak_gib": 3.0,
             "speedup": 1.0,
+            "captured": 0,
         },
         {
             "ranks": 2,
@@ -587,6 +588,7 @@ def test_the_page_of_ranks_has_a_line_a_file(tmp_path: Path) -> None:
             "bytes": 5e6,
             "peak_gib": 2.0,
             "speedup": 1.6,
+            "captured": 2,
         },
     ]
     for name, setting in (
@@ -596,7 +598,7 @@ def test_the_page_of_ranks_has_a_line_a_file(tmp_path: Path) -> None:
         told = {"setting": setting, "machine": "a machine", "lines": ranks}
         (tmp_path / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
     text = module["filled"]("<!-- ranks: a.json b.json -->\nold\n<!-- end -->\n", tmp_path)
-    numbers = "100.0 (99.0 to 101.0) | 62.5 (60.0 to 70.0) | 1.60 | 5 | 3.0, 2.0 |"
+    numbers = "100.0 (99.0 to 101.0) | 62.5 (60.0 to 70.0) | 1.60 | 5 | 3.0, 2.0 | no, yes |"
     assert text.count("a machine") == 1
     assert f"| tf32 | 32 | {numbers}\n| tf32 | 8 | {numbers}\n\n<!-- end -->" in text
     assert module["used"](text) == {"a.json", "b.json"}
