@@ -188,7 +188,7 @@ class NativeRecord:
         # Below everything that is trained there is routing to see, and no gradient.
         if self.factors and output.requires_grad:
             self.told = probe(output.detach())
-            output.register_hook(self._store_delta)
+            after_hooks(output, self._store_delta)
             if order is not None and len(activations) == 1:
                 self._read(order, *activations[0])
 
@@ -214,7 +214,7 @@ class NativeRecord:
         with torch.no_grad(), torch.autocast(before.device.type, enabled=False):
             h = accurate(by_token(hidden.detach()))
             self.hidden = (self.weights.to(h).unsqueeze(1) @ h).squeeze(1)
-        before.register_hook(store)
+        after_hooks(before, store)
 
     def _place_routing(self, index: Tensor, weights: Tensor) -> None:
         """Find what the experts were called with in the router's result."""
@@ -245,7 +245,9 @@ class NativeRecord:
     def _store_delta(self, grad: Tensor) -> None:
         if not self.paused[0]:
             self.backwards += 1
-            self.delta = grad.detach()
+            # A copy: where it is a parameter's gradient too, seen through a view, the next backward or
+            # clipping writes there.
+            self.delta = grad.detach().clone()
             if self.layer.sharded and self.hidden is None:
                 self.made = self.recompute()
 
@@ -514,6 +516,21 @@ class NativeSiteObservation(SiteObservation):
     def _shaped(self, found: dict[str, Factors]) -> dict[str, Factors]:
         rows, _ = self._shape()
         return {slot: _by_rows(found[slot], rows) for slot in self.template()}
+
+
+def after_hooks(tensor: Tensor, store: Callable[[Tensor], None]) -> None:
+    """Give ``store`` what goes on behind a tensor: its gradient, after all that its hooks make of it."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(store)
+        return
+
+    def arrive(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[number]
+        if grad is not None:
+            store(grad)
+
+    node.register_prehook(arrive)
 
 
 def _by_rows(factors: Factors, rows: int) -> Factors:

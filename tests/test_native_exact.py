@@ -1,0 +1,146 @@
+"""What models and users may do around native experts: rows stay those of separate calls, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gar
+from gar.observation import RowSum
+from support.tiny import relative_error
+from support.tiny_native import (
+    GROUPS,
+    TOKENS,
+    WEIGHT,
+    WIDTH,
+    TinyBlock,
+    TinyNative,
+    group_losses,
+    inputs,
+    observed,
+    separate,
+)
+
+IMPLEMENTATIONS = ["eager", "batched_mm"]
+both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def assert_rows(model: TinyNative, seen: gar.observation.Observed, expected: list[Tensor]) -> None:
+    assert len(seen.sites) == len(expected)
+    for site, slow in zip(seen.sites, expected, strict=True):
+        assert relative_error(site.group_gradients(GROUPS, WEIGHT), slow) < 1e-12
+
+
+class Positions(TinyBlock):
+    """Adds a table to what the experts return, through a view: its gradient is the output's memory."""
+
+    def __init__(self, implementation: str, router: nn.Module) -> None:
+        super().__init__(implementation, router)
+        self.table = nn.Parameter(torch.zeros(TOKENS * WIDTH, dtype=torch.float64))
+
+    def mix(self, x: Tensor) -> Tensor:
+        return super().mix(x) + self.table.view(TOKENS, WIDTH)
+
+
+@both
+def test_rows_do_not_follow_a_gradient_that_is_written_to_later(implementation: str) -> None:
+    """Micro-batches of one text that add up in ``.grad``, then clipping."""
+    model, weight, count = TinyNative(implementation, Positions), torch.tensor([0.5, 2.0]).double(), 2
+    groups = torch.tensor([[0, 1, 0, 1]])
+
+    def losses(row: Tensor) -> Tensor:
+        values = model(row[None]).square().sum(-1)
+        return torch.stack([values[groups == m].mean() for m in range(count)])
+
+    slow = separate(model, sum(losses(row) for row in inputs()))  # type: ignore[arg-type]
+    sums = [RowSum(count) for _ in model.layers]
+    for row in inputs():
+        with gar.observe(model) as seen:
+            (weight * losses(row)).sum().backward()
+        for total, site in zip(sums, seen.sites, strict=True):
+            total.add(site, groups, weight)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    # Of the last layer: what a token's loss brings to it is the token's own.
+    assert relative_error(sums[-1].rows, slow[-1]) < 1e-12
+    assert relative_error(sums[0].rows, slow[0]) < 1e-12
+
+
+class Hooked(TinyBlock):
+    """Changes the gradient of what the experts return by a hook on the tensor."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        out = super().mix(x)
+        if out.requires_grad:  # a reentrant checkpoint's first forward has no graph
+            out.register_hook(lambda grad: 2 * grad)
+        return out
+
+
+class HookedBefore(TinyBlock):
+    """Changes the gradient that goes on behind the activation, by a hook that comes after the experts."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        experts: Any = self.experts
+        kept: list[Tensor] = []
+        own = experts._apply_gate
+
+        def gate(pre: Tensor) -> Tensor:
+            kept.append(pre)
+            hidden: Tensor = own(pre)
+            return hidden
+
+        experts._apply_gate = gate
+        out = super().mix(x)
+        experts._apply_gate = own
+        kept[0].register_hook(lambda grad: 2 * grad)
+        return out
+
+
+class Checkpointed(Hooked):
+    def mix(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().mix, x, use_reentrant=False)
+        return out
+
+
+class Reentrant(Hooked):
+    def mix(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().mix, x, use_reentrant=True)
+        return out
+
+
+@pytest.mark.parametrize("block", [Hooked, Checkpointed, Reentrant])
+@both
+def test_a_hook_that_changes_the_gradient_is_what_the_parameters_get(
+    implementation: str, block: type[TinyBlock]
+) -> None:
+    model, plain = TinyNative(implementation, block), TinyNative(implementation, Hooked)
+    seen, slow = observed(model), separate(plain, group_losses(plain(inputs())))
+    assert_rows(model, seen, slow)
+    for site, layer in zip(seen.sites, model.layers, strict=True):
+        total = WEIGHT @ site.group_gradients(GROUPS, WEIGHT)[:, : 8 * WIDTH]
+        grad = layer.experts.gate_up_proj.grad
+        assert relative_error(total, grad.sum(0).flatten()) < 1e-12
+
+
+def test_a_hook_that_changes_the_gradient_of_what_is_activated_counts() -> None:
+    model = TinyNative("batched_mm", HookedBefore)
+    slow = separate(model, group_losses(model(inputs())))
+    with gar.observe(model) as seen:
+        (WEIGHT * group_losses(model(inputs()))).sum().backward()
+    assert all(repr(site).endswith("intercepted)") for site in seen.sites)
+    assert_rows(model, seen, slow)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@both
+def test_a_backward_that_builds_a_graph_is_observed(implementation: str) -> None:
+    model = TinyNative(implementation, Hooked)
+    slow = separate(model, group_losses(model(inputs())))
+    with gar.observe(model) as seen:
+        (WEIGHT * group_losses(model(inputs()))).sum().backward(create_graph=True)
+    assert_rows(model, seen, slow)
+    model.zero_grad()  # parameter, gradient and graph are a cycle
+    assert not any(t.requires_grad for site in seen.sites for t in site.captures())
