@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations import moe
 
 import gar
 from gar.observation import RowSum
 from support.tiny import relative_error
 from support.tiny_native import (
+    COUNT,
     GROUPS,
     TOKENS,
     WEIGHT,
@@ -144,3 +147,129 @@ def test_a_backward_that_builds_a_graph_is_observed(implementation: str) -> None
     assert_rows(model, seen, slow)
     model.zero_grad()  # parameter, gradient and graph are a cycle
     assert not any(t.requires_grad for site in seen.sites for t in site.captures())
+
+
+class Keywords(TinyBlock):
+    def mix(self, x: Tensor) -> Tensor:
+        _, weights, index = self.gate(x)
+        out: Tensor = self.experts(x, top_k_weights=weights, top_k_index=index)
+        return out
+
+
+class Rows(TinyBlock):
+    """Calls experts and router with [B, L, H]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+@both
+def test_keywords_may_stand_in_any_order(implementation: str) -> None:
+    model = TinyNative(implementation, Keywords)
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    assert_rows(model, seen, slow)
+
+
+def test_experts_may_be_called_with_rows_of_tokens() -> None:
+    """Of a ``forward`` that flattens them; [B, L, k] says the same as [T, k]."""
+    model = TinyNative("eager", Rows)
+    for layer in model.layers:
+
+        def flat(x: Tensor, i: Tensor, w: Tensor, own: Any = layer.experts.forward) -> Tensor:
+            out: Tensor = own(x.flatten(0, 1), i.flatten(0, 1), w.flatten(0, 1))
+            return out.view_as(x)
+
+        layer.experts.forward = flat
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    assert_rows(model, seen, slow)
+    plain = observed(TinyNative("eager"))
+    for site, expected in zip(seen.sites, plain.sites, strict=True):
+        p = expected.group_probabilities(GROUPS, COUNT)
+        assert relative_error(site.group_probabilities(GROUPS, COUNT).detach(), p.detach()) < 1e-12
+
+
+class Mixed(TinyBlock):
+    def mix(self, x: Tensor) -> Tensor:
+        _, weights, index = self.gate(x)
+        out: Tensor = self.experts(x, weights, index)
+        return out
+
+
+def test_experts_that_are_called_otherwise_are_refused() -> None:
+    expected = r"layers.0.experts \(TinyExperts\) was called with .* expected hidden \[T, H\], index \[T, k\]"
+    with pytest.raises(gar.UserError, match=expected):
+        observed(TinyNative("eager", Mixed))
+
+
+def scaled(own: Any) -> Any:
+    @functools.wraps(own)
+    def forward(*args: Any) -> Tensor:
+        out: Tensor = own(*args) / 2
+        return out
+
+    return forward
+
+
+def reversed_tokens(own: Any) -> Any:
+    def forward(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = own(x.flip(0), index.flip(0), weights.flip(0))
+        return out.flip(0)
+
+    return forward
+
+
+def test_a_forward_of_the_instance_is_not_known() -> None:
+    """It is computed again: where it does the same in another order, rows are right."""
+    model = TinyNative("batched_mm")
+    for layer in model.layers:
+        layer.experts.forward = reversed_tokens(layer.experts.forward)
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    assert all(repr(site).endswith("recomputed)") for site in seen.sites)
+    assert_rows(model, seen, slow)
+
+
+@pytest.mark.parametrize("where", ["instance", "table"])
+def test_a_forward_that_is_wrapped_is_not_known(where: str) -> None:
+    model = TinyNative("batched_mm")
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "table":
+            wrapped = scaled(moe.ALL_EXPERTS_FUNCTIONS["batched_mm"])
+            patch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "batched_mm", wrapped)
+        else:
+            for layer in model.layers:
+                layer.experts.forward = scaled(layer.experts.forward)
+        seen = observed(model)
+    for site in seen.sites:
+        with pytest.raises(RuntimeError, match="is not what their weights give for this input"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+class InPlace(TinyBlock):
+    """Writes to the experts' input after they ran; nothing of autograd's needs it."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        _, weights, index = self.gate(x.clone())
+        out: Tensor = self.experts(x, index, weights)
+        out = out + x
+        x.add_(1)
+        return out
+
+
+@both
+def test_an_input_that_changed_in_place_is_refused(implementation: str) -> None:
+    for site in observed(TinyNative(implementation, InPlace)).sites:
+        with pytest.raises(RuntimeError, match="is not what their weights give for this input"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+@pytest.mark.parametrize("what", ["index", "weights"])
+@both
+def test_pairs_that_changed_in_place_are_refused(implementation: str, what: str) -> None:
+    for site in observed(TinyNative(implementation)).sites:
+        pairs: Tensor = getattr(site._seen, what)  # type: ignore[attr-defined]
+        pairs.copy_(pairs.flip(0))
+        with pytest.raises(RuntimeError, match="is not what their weights give for this input"):
+            site.group_gradients(GROUPS, WEIGHT)
+        with pytest.raises(RuntimeError, match="is not what their weights give .* changed in place"):
+            _ = site.routing

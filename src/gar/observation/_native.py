@@ -101,6 +101,8 @@ class NativeRecord:
     #: What the recorded output is checked by, see :func:`probe`; the version of the activation's input.
     told: tuple[Tensor, float] | None = None
     version: int = 0
+    #: Those of ``x``, ``index`` and ``weights``, which are the model's own memory.
+    versions: tuple[int, ...] = ()
     #: Whether the router is called by us.
     again: bool = False
 
@@ -176,9 +178,9 @@ class NativeRecord:
                 output.register_hook(self._count_repeat)
             return
         self.forwards += 1
-        # Their names differ between the families, their order does not.
-        x, index, weights = (*args, *kwargs.values())[:3]
-        self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
+        x, index, weights = self.layer.arguments(args, kwargs)
+        self.x, self.index, self.weights = (t.detach().flatten(0, -2) for t in (x, index, weights))
+        self.versions = tuple(version(t) for t in (self.x, self.index, self.weights))
         self._place_routing(index, weights)
         self.adapters = self.layer.adapters()
         if not self.layer.sharded:  # their memory would be freed
@@ -247,7 +249,7 @@ class NativeRecord:
             self.backwards += 1
             # A copy: where it is a parameter's gradient too, seen through a view, the next backward or
             # clipping writes there.
-            self.delta = grad.detach().clone()
+            self.delta = grad.detach().flatten(0, -2).clone()
             if self.layer.sharded and self.hidden is None:
                 self.made = self.recompute()
 
@@ -272,12 +274,23 @@ class NativeRecord:
             )
         assert self.told is not None
         if differ(told, *self.told):
-            raise RuntimeError(
-                f"{self.layer.name}: what these experts returned is not what their weights give for this "
-                "input; expected sum_k w_k V act(W x) as transformers computes it, and input and weights as "
-                "they were (ask before the optimizer's step)"
-            )
+            raise self._others("")
         return factors
+
+    def _others(self, why: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.layer.name}: what these experts returned is not what their weights give for this "
+            f"input{why}; expected sum_k w_k V act(W x) as transformers computes it, and input and weights "
+            "as they were (ask before the optimizer's step)"
+        )
+
+    def require_unchanged(self, routing_only: bool = False) -> None:
+        """Raise if something wrote to the input since the forward, or to the pairs' numbers and weights."""
+        captured = {"input": self.x, "experts' numbers": self.index, "pairs' weights": self.weights}
+        for (name, tensor), before in zip(captured.items(), self.versions, strict=True):
+            assert tensor is not None
+            if version(tensor) != before and not (routing_only and tensor is self.x):
+                raise self._others(f" any more (the {name} changed in place)")
 
     def require_forward(self) -> None:
         if (forwards := self.forwards + self.repeats) > 1:
@@ -340,6 +353,7 @@ class NativeSiteObservation(SiteObservation):
         ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any.
         """
         self._seen.require_forward()
+        self._seen.require_unchanged(routing_only=True)
         seen = self._seen
         assert seen.index is not None
         assert seen.weights is not None
@@ -483,6 +497,7 @@ class NativeSiteObservation(SiteObservation):
         return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
 
     def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
+        index, weights = index.flatten(0, -2), weights.flatten(0, -2)
         units, count = len(index), self._seen.layer.experts.num_experts
         weights = accurate(weights)
         gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
@@ -506,6 +521,7 @@ class NativeSiteObservation(SiteObservation):
         seen = self._seen
         seen.require_backward()
         if seen.hidden is not None and seen.before is not None:
+            seen.require_unchanged()
             assert seen.x is not None
             assert seen.weights is not None
             assert seen.delta is not None
@@ -553,6 +569,11 @@ def _is_normalised(values: Tensor) -> bool:
     """Whether every row is of probabilities: no logits of more than one token are."""
     total = accurate(values).sum(-1)
     return values.shape[-1] > 1 and bool((values >= 0).all() & ((total - 1).abs() < ROUNDED).all())
+
+
+def version(tensor: Tensor) -> int:
+    """How often something has written to a tensor's memory; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _detached(value: Any) -> Any:
