@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe
 
@@ -15,13 +17,16 @@ import gar
 from gar.observation import RowSum
 from support.tiny import relative_error
 from support.tiny_native import (
+    CHOSEN,
     COUNT,
+    EXPERTS,
     GROUPS,
     TOKENS,
     WEIGHT,
     WIDTH,
     TinyBlock,
     TinyNative,
+    TinyRouter,
     group_losses,
     inputs,
     observed,
@@ -271,5 +276,97 @@ def test_pairs_that_changed_in_place_are_refused(implementation: str, what: str)
         pairs.copy_(pairs.flip(0))
         with pytest.raises(RuntimeError, match="is not what their weights give for this input"):
             site.group_gradients(GROUPS, WEIGHT)
-        with pytest.raises(RuntimeError, match="is not what their weights give .* changed in place"):
+        with pytest.raises(RuntimeError, match="changed in place"):
             _ = site.routing
+
+
+class Noisy(TinyRouter):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x + torch.randn_like(x) if self.training else x)
+
+
+class Counting(TinyRouter):
+    """Moves a bias of its own in training, in the forward (DeepSeek's balance without a loss)."""
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(EXPERTS, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(x, self.weight)
+        scores = logits.sigmoid()
+        index = (scores + self.bias).topk(CHOSEN, -1)[1]
+        if self.training:
+            load = torch.bincount(index.flatten(), minlength=EXPERTS).double()
+            self.bias += (load.mean() - load).sign()
+        return logits, scores.gather(1, index), index
+
+
+class Copying(TinyRouter):
+    """Autograd needs no input that was copied."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x.clone())
+
+
+class Overwritten(TinyBlock):
+    """Writes to the router's input after it ran."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        _, weights, index = self.gate(x)
+        out: Tensor = self.experts(x.clone(), index, weights)
+        x.mul_(-1)
+        return out
+
+
+@pytest.mark.parametrize("way", ["noise", "state", "input", "functional", "step"])
+def test_a_router_that_gives_other_gates_is_refused(way: str) -> None:
+    block = Overwritten if way == "input" else TinyBlock
+    router = {"noise": Noisy, "state": Counting, "input": Copying}.get(way, TinyRouter)
+    model = TinyNative("eager", block, router)
+    with gar.observe(model) as seen:
+        if way == "functional":
+            others = {name: p.detach() + 1 for name, p in model.layers.named_parameters(prefix="layers")}
+            others = {name: p.flip(-1).requires_grad_() for name, p in others.items()}
+            out = torch.func.functional_call(model, others, (inputs(),))
+        else:
+            out = model(inputs())
+        (WEIGHT * group_losses(out)).sum().backward()
+    if way == "step":
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for site in seen.sites:
+        with pytest.raises(gar.UserError, match=r"router called again gives other gates .* of 24 tokens"):
+            site.group_probabilities(GROUPS, COUNT)
+        assert site.routing.gates.shape == (*inputs().shape[:2], EXPERTS)
+
+
+def test_a_router_that_draws_in_training_alone_is_diagnosed_in_eval() -> None:
+    model = TinyNative("eager", router=Noisy).eval()
+    plain = observed(TinyNative("eager"))
+    for site, expected in zip(observed(model).sites, plain.sites, strict=True):
+        p = expected.group_probabilities(GROUPS, COUNT).detach()
+        assert relative_error(site.group_probabilities(GROUPS, COUNT).detach(), p) < 1e-12
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_buffers_of_a_router_that_is_called_again_stay(training: bool) -> None:
+    model = TinyNative("eager", router=Counting).train(training)
+    seen = observed(model)
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    for site in seen.sites:
+        with contextlib.suppress(gar.UserError):
+            site.group_probabilities(GROUPS, COUNT)
+    for name, (buffer, value) in before.items():
+        assert model.get_buffer(name) is buffer
+        assert torch.equal(buffer, value)
+
+
+def test_a_router_may_be_asked_with_other_parameters() -> None:
+    model = TinyNative("eager")
+    site = observed(model).sites[0]
+    other = model.layers[0].gate.weight.detach().flip(0)
+    routing = site.detached_routing({"weight": other})
+    assert relative_error(routing.logits.flip(-1), site.routing.logits) < 1e-12

@@ -37,6 +37,10 @@ from gar.observation._units import UnitRows
 from gar.precision import full_precision
 from gar.routing import Routing
 
+#: What the router called again may differ by, of a token's largest gate: half precision, float32, float64.
+OTHER = {2: 3e-2, 4: 1e-3, 8: 1e-6}
+#: The part of the tokens for which it may: ties aside none, but a compiled forward rounds otherwise.
+AS_IT_WAS, COMPILED = 1e-3, 0.25
 #: How far a row of half-precision probabilities may be from a sum of 1.
 ROUNDED = 2e-2
 
@@ -51,6 +55,7 @@ class _Routed:
     autocast: tuple[bool, torch.dtype]
     #: What its parameters were in: FSDP may have cast them.
     dtypes: dict[str, torch.dtype]
+    compiled: bool
     #: Where index, weights and logits stand in its result; logits may be missing.
     places: tuple[int, int, int | None] | None = None
     #: Whether there are probabilities in the place of logits (Gemma4).
@@ -140,7 +145,7 @@ class NativeRecord:
             kind = next(t.device.type for t in result if isinstance(t, Tensor))
             state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-            self.routed = _Routed(*arguments, kind, state, dtypes)
+            self.routed = _Routed(*arguments, kind, state, dtypes, torch.compiler.is_compiling())
             self.result = result
 
     def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -370,9 +375,14 @@ class NativeSiteObservation(SiteObservation):
         return self._seen.router
 
     def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
-        """The same from the router called again on its DETACHED input: differentiable in the router only."""
+        """The same from the router called again on its DETACHED input: differentiable in the router only.
+
+        :class:`gar.UserError` where it does not give the gates that the model used: it draws in training, or
+        its weights, its input or its own state are others by now. Its buffers stay as they are.
+        """
         seen = self._seen
         seen.require_forward()
+        seen.require_unchanged(routing_only=True)
         if seen.routed is None or seen.routed.places is None:
             raise UserError(
                 f"{self.name}: the experts are not called with what the router returned; {SUPPORTED} whose "
@@ -387,6 +397,12 @@ class NativeSiteObservation(SiteObservation):
                 "weights carry no usual gradient; supported is a diagnosis, with the model in eval()"
             )
         places, (enabled, dtype) = seen.routed.places, seen.routed.autocast
+        buffers = [
+            (inner, name, buffer, version(buffer), buffer.clone())
+            for inner in seen.router.modules()
+            for name, buffer in inner._buffers.items()
+            if buffer is not None
+        ]
         seen.again = True
         try:
             # Rounded as before, so that it selects the same experts.
@@ -396,8 +412,31 @@ class NativeSiteObservation(SiteObservation):
                 )
         finally:
             seen.again = False
+            for inner, name, buffer, count, before in buffers:
+                inner._buffers[name] = buffer
+                if version(buffer) != count:
+                    buffer.detach().copy_(before)
+        if parameters is None:
+            self._refuse_other_gates(result[places[0]], result[places[1]])
         logits = None if places[2] is None else seen.routed.logits(result)
         return self._routing(result[places[0]], result[places[1]], logits)
+
+    def _refuse_other_gates(self, index: Tensor, weights: Tensor) -> None:
+        seen = self._seen
+        assert seen.routed is not None
+        assert seen.index is not None
+        assert seen.weights is not None
+        used, found = self._gates(seen.index, seen.weights), self._gates(index.detach(), weights.detach())
+        size = 2 if seen.routed.autocast[0] else min(seen.weights.dtype.itemsize, weights.dtype.itemsize)
+        other = (found - used).abs().amax(-1) > OTHER[size] * used.abs().amax(-1)
+        allowed = COMPILED if seen.routed.compiled else AS_IT_WAS
+        if (count := int(other.sum())) > allowed * len(other):
+            raise UserError(
+                f"{self.name}: the router called again gives other gates than the model used, for {count} of "
+                f"{len(other)} tokens; supported are routers that draw nothing (noise, dropout: in eval()) "
+                "and change nothing of their own, with weights and input as they were (ask before the "
+                "optimizer's step)"
+            )
 
     def group_gates(
         self,
@@ -496,13 +535,17 @@ class NativeSiteObservation(SiteObservation):
         units, shape = len(self._seen.x), self._seen.shape
         return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
 
+    def _gates(self, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, E] of index and weights [..., k]; the number E is none of the experts, as for transformers."""
+        index, weights = index.flatten(0, -2), accurate(weights.flatten(0, -2))
+        count = self._seen.layer.experts.num_experts
+        return weights.new_zeros(len(index), count + 1).scatter_add(1, index, weights)[:, :count]
+
     def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
-        index, weights = index.flatten(0, -2), weights.flatten(0, -2)
-        units, count = len(index), self._seen.layer.experts.num_experts
-        weights = accurate(weights)
-        gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
+        gates = self._gates(index, weights)
+        units, count = gates.shape
         # A choice without a gate is none: Zaya skips a token so.
-        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True) & (gates != 0)
+        selected = gates.detach() != 0
         shape = (*self._shape(), -1)
         rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
         mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
