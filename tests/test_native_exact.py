@@ -15,6 +15,7 @@ from transformers.integrations import moe
 
 import gar
 from gar.observation import RowSum
+from gar.observation._native_factors import DOUBLE, HALF, SINGLE, probe
 from support.tiny import relative_error
 from support.tiny_native import (
     CHOSEN,
@@ -370,3 +371,49 @@ def test_a_router_may_be_asked_with_other_parameters() -> None:
     other = model.layers[0].gate.weight.detach().flip(0)
     routing = site.detached_routing({"weight": other})
     assert relative_error(routing.logits.flip(-1), site.routing.logits) < 1e-12
+
+
+def test_a_step_before_reading_is_refused_however_small() -> None:
+    model = TinyNative("eager")
+    seen = observed(model)
+    torch.optim.AdamW(model.parameters(), lr=1e-9).step()
+    for site in seen.sites:
+        with pytest.raises(RuntimeError, match=r"\(gate_up_proj changed in place\)"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+def test_what_was_read_needs_no_weights() -> None:
+    model = TinyNative("batched_mm")
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    torch.optim.AdamW(model.parameters(), lr=1.0).step()
+    assert_rows(model, seen, slow)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float64, 1 + 1e-4), (torch.float32, 1.002), (torch.bfloat16, 1.3)]
+)
+def test_a_forward_that_scales_a_little_is_refused(dtype: torch.dtype, factor: float) -> None:
+    model = TinyNative("eager").to(dtype)
+    for layer in model.layers:
+
+        def forward(*args: Tensor, own: Any = layer.experts.forward) -> Tensor:
+            out: Tensor = own(*args) * factor
+            return out
+
+        layer.experts.forward = forward
+    for site in observed(model, inputs().to(dtype)).sites:
+        with pytest.raises(RuntimeError, match="is not what their weights give for this input;"):
+            site.group_gradients(GROUPS, WEIGHT)
+
+
+def test_what_is_rounded_may_differ_by_more() -> None:
+    out, half = torch.ones(2, 3), torch.ones(1, dtype=torch.bfloat16)
+    assert probe(out)[1] == SINGLE
+    assert probe(out.double())[1] == DOUBLE
+    assert probe(out, half)[1] == probe(out.bfloat16())[1] == HALF
+    with torch.autocast("cpu"):
+        assert probe(out)[1] == HALF
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gar.observation._native_factors.is_reduced", lambda device: True)
+        assert probe(out)[1] == HALF
+        assert probe(out.double())[1] == DOUBLE

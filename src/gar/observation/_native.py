@@ -90,6 +90,8 @@ class NativeRecord:
     #: The adapters that took part in the forward, and all weights without one.
     adapters: dict[str, Adapter] = field(default_factory=dict)
     effective: dict[str, Tensor] = field(default_factory=dict)
+    #: What these are, by name, and its versions at the forward.
+    written: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     #: The implementation, while the experts run and if its order of pairs is known, and the calls of the
     #: activation with its result.
     order: str | None = None
@@ -191,13 +193,21 @@ class NativeRecord:
         if not self.layer.sharded:  # their memory would be freed
             slots = [slot for slot in native_slots(module) if slot not in self.adapters]
             self.effective = {slot: getattr(module, slot).detach() for slot in slots}
+            self.written = {name: (t, version(t)) for name, t in self._parameters()}
         self.output = output
         # Below everything that is trained there is routing to see, and no gradient.
         if self.factors and output.requires_grad:
-            self.told = probe(output.detach())
+            own = [side for adapter in self.adapters.values() for side in (adapter.a, adapter.b)]
+            self.told = probe(output.detach(), self.x, *self.effective.values(), *own)
             after_hooks(output, self._store_delta)
             if order is not None and len(activations) == 1:
                 self._read(order, *activations[0])
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What the experts are computed with again, by name."""
+        yield from self.effective.items()
+        for adapter in self.adapters.values():
+            yield from zip(adapter.slots, (adapter.a, adapter.b), strict=True)
 
     def _read(self, order: str, before: Tensor, hidden: Tensor, version: int) -> None:
         """Take the activation's result, and later its input's gradient, summed over each token's experts."""
@@ -269,6 +279,9 @@ class NativeRecord:
         assert self.index is not None
         assert self.weights is not None
         assert self.delta is not None
+        for name, (parameter, before) in self.written.items():
+            if version(parameter) != before:
+                raise self._others(f" any more ({name} changed in place)")
         experts, weight = self.layer.experts, dict(self.effective)
         for slot in native_slots(experts):
             if slot not in weight:  # adapters': parametrised only as long as the forward, which is over
@@ -331,7 +344,7 @@ class NativeRecord:
 
     def forget_factors(self) -> None:
         self.delta = self.hidden = self.before = self.made = None
-        self.effective = {}
+        self.effective, self.written = {}, {}
 
 
 class NativeSiteObservation(SiteObservation):
