@@ -15,6 +15,7 @@ from transformers.integrations import moe
 
 import gar
 from gar.observation import RowSum
+from gar.observation._grouping import Grouping
 from gar.observation._native_factors import DOUBLE, HALF, SINGLE, probe
 from support.tiny import relative_error
 from support.tiny_native import (
@@ -417,3 +418,166 @@ def test_what_is_rounded_may_differ_by_more() -> None:
         patch.setattr("gar.observation._native_factors.is_reduced", lambda device: True)
         assert probe(out)[1] == HALF
         assert probe(out.double())[1] == DOUBLE
+
+
+MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]])
+
+
+def slow_shares(site: Any, mask: Tensor) -> Tensor:
+    """``p`` of the gates that the experts were called with, by loops over texts and their valid tokens."""
+    index, weights = site._seen.index, site._seen.weights
+    rows = torch.zeros(COUNT, EXPERTS, dtype=torch.float64)
+    for b, m in enumerate(GROUPS.tolist()):
+        valid = [t for t in range(TOKENS) if mask[b, t]]
+        for t in valid if m >= 0 else []:
+            for i, w in zip(index[b * TOKENS + t], weights[b * TOKENS + t], strict=True):
+                rows[m, i] += w / len(valid) / int((m == GROUPS).sum())
+    return rows / rows.sum(1, keepdim=True)
+
+
+def shares_under(site: Any, mask: Tensor) -> Tensor:
+    p: Tensor = site.group_probabilities(GROUPS, COUNT, mask=mask)
+    return p.detach()
+
+
+def same_mask(site: Any, mask: Tensor) -> bool:
+    return torch.equal(site.routing.mask, mask)
+
+
+class Flat(TinyBlock):
+    """Is called with the tokens of all rows, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+class Flattening(TinyNative):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_mask_of_cached_tokens_too_ends_with_this_forwards(before: int) -> None:
+    """[B, past + L], as with a cache or a prefix."""
+    model = TinyNative()
+    mask = torch.cat([torch.ones(len(MASK), before).long(), MASK], 1)
+    with gar.observe(model, gradients=False) as seen:
+        model(inputs(), attention_mask=mask)
+    for site in seen.sites:
+        p = site.group_probabilities(GROUPS, COUNT).detach()
+        assert relative_error(p, slow_shares(site, MASK)) < 1e-12
+        assert same_mask(site, MASK.bool())
+
+
+def test_a_mask_reaches_a_block_that_is_called_with_flat_tokens() -> None:
+    model = Flattening(block=Flat)
+    with gar.observe(model, gradients=False) as seen:
+        model(inputs(), attention_mask=MASK)
+    for site in seen.sites:
+        assert same_mask(site, MASK.bool().reshape(-1, 1))
+
+
+def test_a_mask_that_is_given_takes_the_place_of_the_calls() -> None:
+    model = TinyNative()
+    with gar.observe(model, gradients=False) as seen:
+        model(inputs(), attention_mask=MASK)
+    for site in seen.sites:
+        mask = 1 - MASK + (MASK.sum(1, keepdim=True) == TOKENS)
+        p = shares_under(site, mask)
+        assert relative_error(p, slow_shares(site, mask)) < 1e-12
+
+
+@pytest.mark.parametrize("mask", [MASK[:, 1:], MASK[:5], MASK.T])
+def test_a_mask_that_fits_nothing_is_refused_unless_it_leaves_nothing_out(mask: Tensor) -> None:
+    model = TinyNative()
+    with gar.observe(model) as seen:
+        (WEIGHT * group_losses(model(inputs(), attention_mask=mask))).sum().backward()
+    slow = separate(model, group_losses(model(inputs())))
+    assert_rows(model, seen, slow)
+    for site in seen.sites:
+        with pytest.raises(
+            gar.UserError, match=r"attention_mask \[\d, \d\] of the call fits none .*\[6, 4\]"
+        ):
+            site.group_probabilities(GROUPS, COUNT)
+        p = shares_under(site, MASK)
+        assert relative_error(p, slow_shares(site, MASK)) < 1e-12
+    for ones in (torch.ones_like(mask), torch.ones(6, 1, TOKENS, TOKENS), None):
+        with gar.observe(model, gradients=False) as seen:
+            model(inputs(), attention_mask=ones)
+        p = seen.sites[0].group_probabilities(GROUPS, COUNT).detach()
+        assert relative_error(p, slow_shares(seen.sites[0], torch.ones_like(MASK))) < 1e-12
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder, each with a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = TinyNative(), TinyNative()
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        out: Tensor = self.decoder(y + self.encoder(x).mean(1, keepdim=True))
+        return out
+
+
+@pytest.mark.parametrize("decoder_mask", [None, MASK.flip(0)])
+def test_a_decoder_has_a_mask_of_its_own(decoder_mask: Tensor | None) -> None:
+    model = Pair()
+    with gar.observe(model, gradients=False) as seen:
+        model(inputs(), inputs().flip(1), attention_mask=MASK, decoder_attention_mask=decoder_mask)
+    for site in seen.sites:
+        mask = MASK if site.name.startswith("encoder") else decoder_mask
+        mask = torch.ones_like(MASK) if mask is None else mask
+        p = site.group_probabilities(GROUPS, COUNT).detach()
+        assert relative_error(p, slow_shares(site, mask)) < 1e-12
+
+
+class Some(TinyBlock):
+    """Only some tokens reach the experts: as many as there are rows."""
+
+    chosen = torch.tensor([0, 1, 2, 8, 12, 16])
+
+    def mix(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_copy(0, self.chosen, super().mix(x[self.chosen]))
+
+
+class Inner(TinyNative):
+    """The same, and blocks are called without rows or tokens, as in Ernie 4.5-VL."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            flat = x.flatten(0, 1)
+            out = layer(flat[Some.chosen].flatten()).view(-1, WIDTH)
+            x = x + torch.zeros_like(flat).index_copy(0, Some.chosen, out).view_as(x)
+        return self.last(x).tanh()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_one_group_a_row_is_refused_where_the_experts_saw_other_tokens(flat: bool) -> None:
+    model = Inner() if flat else TinyNative("eager", Some)
+    own = GROUPS.repeat_interleave(TOKENS)[Some.chosen]
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    for site, expected in zip(seen.sites, slow, strict=True):
+        for ask in (
+            lambda s=site: s.group_gradients(GROUPS, WEIGHT),
+            lambda s=site: s.group_gram(GROUPS, WEIGHT),
+            lambda s=site: s.group_probabilities(GROUPS, COUNT),
+            lambda s=site: s.unit_rows("example", torch.ones(len(GROUPS))),
+            lambda s=site: RowSum(COUNT).add(s, GROUPS, WEIGHT),
+        ):
+            with pytest.raises(gar.UserError, match=r"saw 6 tokens where the model has 6 x 4.*\[6, 1\]"):
+                ask()
+        for groups in (own.unsqueeze(1), Grouping(own, COUNT)):
+            assert relative_error(site.group_gradients(groups, WEIGHT), expected) < 1e-12
+        gates = torch.stack([site.routing.gates[own == m].sum((0, 1)) for m in range(COUNT)])
+        p = site.group_probabilities(own.unsqueeze(1), COUNT).detach()
+        assert relative_error(p, gates / gates.sum(1, keepdim=True).clamp(min=1e-9)) < 1e-12
+        rows = site.unit_rows("example", WEIGHT[own].unsqueeze(1))
+        assert len(rows) == len(own)

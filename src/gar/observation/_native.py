@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
+from gar.observation._grouping import Grouping
 from gar.observation._native_factors import differ, probe, read, recomputed
 from gar.observation._native_layout import (
     ROUTERS,
@@ -33,7 +34,7 @@ from gar.observation._native_lora import Adapter
 from gar.observation._native_order import Replaced, known, places, saves_elsewhere
 from gar.observation._record import Handle, in_backward, repeats
 from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates, unit_gates
-from gar.observation._units import UnitRows
+from gar.observation._units import Unit, UnitRows
 from gar.precision import full_precision
 from gar.routing import Routing
 
@@ -43,6 +44,34 @@ OTHER = {2: 3e-2, 4: 1e-3, 8: 1e-6}
 AS_IT_WAS, COMPILED = 1e-3, 0.25
 #: How far a row of half-precision probabilities may be from a sum of 1.
 ROUNDED = 2e-2
+
+
+@dataclass
+class Asked:
+    """One observed module's last call: its 2-D attention masks, its rows and tokens; and its sites."""
+
+    #: Whether the module has a decoder with a mask of its own.
+    paired: bool = False
+    whole: Tensor | None = None
+    decoder: Tensor | None = None
+    shape: tuple[int, int] | None = None
+    sites: list[NativeSiteObservation] = field(default_factory=list)
+
+    def note(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Take what a call says."""
+        given = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
+        self.whole, self.decoder = (
+            mask.detach() if (mask := given.get(name)) is not None and mask.dim() == 2 else None
+            for name in ("attention_mask", "decoder_attention_mask")
+        )
+        rows = (*args, *(given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")))
+        found = (t for t in rows if isinstance(t, Tensor) and t.dim() == 2 + t.is_floating_point())
+        first = None if self.paired else next(found, None)
+        self.shape = None if first is None else (first.shape[0], first.shape[1])
+
+    def of(self, name: str) -> Tensor | None:
+        """What belongs to the site at a path."""
+        return self.decoder if self.paired and "decoder" in name.split(".") else self.whole
 
 
 @dataclass
@@ -77,8 +106,10 @@ class NativeRecord:
     router: nn.Module
     factors: bool
     paused: list[bool]
-    masks: list[Tensor]
+    asked: Asked
+    #: Rows and tokens that the block was called with; whether it does not tell them apart.
     shape: tuple[int, int] | None = None
+    flat: bool = True
     routed: _Routed | None = None
     result: tuple[Any, ...] = ()
     x: Tensor | None = None
@@ -137,7 +168,8 @@ class NativeRecord:
     def _block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1), None)
         if hidden is not None and not self._skipped():
-            self.shape = (hidden.shape[0], hidden.shape[1]) if hidden.dim() == 3 else (len(hidden), 1)
+            self.flat = hidden.dim() != 3
+            self.shape = (len(hidden), 1) if self.flat else (hidden.shape[0], hidden.shape[1])
 
     def _router_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -353,12 +385,13 @@ class NativeSiteObservation(SiteObservation):
     ``group_probabilities`` normalises the rows: gates of some families do not sum to 1.
     """
 
-    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, masks: list[Tensor]) -> None:
+    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, asked: Asked) -> None:
         self.bank: Any = layer.bank
         self.name, self.layer = layer.name, layer_of(layer.name)
         found = (getattr(layer.block, name, None) for name in ROUTERS)
         router = next(module for module in found if isinstance(module, nn.Module))
-        self._seen = NativeRecord(layer, router, gradients, paused, masks)
+        self._seen = NativeRecord(layer, router, gradients, paused, asked)
+        asked.sites.append(self)
 
     def __repr__(self) -> str:
         how = "intercepted" if self._seen.intercepted else "recomputed"
@@ -368,14 +401,43 @@ class NativeSiteObservation(SiteObservation):
     def routing(self) -> Routing:
         """The observed routing, detached, [B, L, E]; gates as the model used them, not normalised.
 
-        ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any.
+        ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any; of a
+        longer one the last L columns. :class:`gar.UserError` if it leaves tokens out and fits no site.
         """
         self._seen.require_forward()
-        self._seen.require_unchanged(routing_only=True)
+        return self._own_routing(self._mask())
+
+    def _own_routing(self, mask: Tensor | None) -> Routing:
         seen = self._seen
+        seen.require_unchanged(routing_only=True)
         assert seen.index is not None
         assert seen.weights is not None
-        return self._routing(seen.index, seen.weights, seen.logits)
+        return self._routing(seen.index, seen.weights, seen.logits, mask)
+
+    def _mask(self) -> Tensor | None:
+        """The mask of this site's tokens, in their shape."""
+        mask = self._seen.asked.of(self.name)
+        if mask is None:
+            return None
+        found = self._fitting(mask)
+        sites = self._seen.asked.sites
+        if found is None and not any(site._fitting(mask) is not None for site in sites) and not mask.all():
+            raise UserError(
+                f"{self.name}: the attention_mask {list(mask.shape)} of the call fits none of the observed "
+                f"layers, this one has tokens {list(self._shape())}; expected [B, L] (or mask=, or none)"
+            )
+        return found
+
+    def _fitting(self, mask: Tensor) -> Tensor | None:
+        if self._seen.x is None or self._apart:
+            return None
+        (rows, tokens), (own, columns) = self._shape(), mask.shape
+        if own != rows and 1 not in (rows, tokens):
+            return None
+        # Keys of a cache or a prefix come first; a block may flatten the tokens of all rows.
+        count = tokens if own == rows else rows * tokens // max(1, own)
+        fits = own * count == rows * tokens and count <= columns
+        return mask[:, columns - count :].reshape(rows, tokens) if fits else None
 
     @property
     def choices(self) -> int:
@@ -393,8 +455,11 @@ class NativeSiteObservation(SiteObservation):
         :class:`gar.UserError` where it does not give the gates that the model used: it draws in training, or
         its weights, its input or its own state are others by now. Its buffers stay as they are.
         """
+        self._seen.require_forward()
+        return self._routing_again(self._mask(), parameters)
+
+    def _routing_again(self, mask: Tensor | None, parameters: Mapping[str, Tensor] | None = None) -> Routing:
         seen = self._seen
-        seen.require_forward()
         seen.require_unchanged(routing_only=True)
         if seen.routed is None or seen.routed.places is None:
             raise UserError(
@@ -403,7 +468,7 @@ class NativeSiteObservation(SiteObservation):
             )
         trainable = any(p.requires_grad for p in seen.router.parameters())
         if not trainable:
-            return self.routing
+            return self._own_routing(mask)
         if seen.router.training and _jitters(seen.router):
             raise UserError(
                 f"{self.name}: the router of {type(seen.router).__name__} draws random numbers and its "
@@ -432,7 +497,7 @@ class NativeSiteObservation(SiteObservation):
         if parameters is None:
             self._refuse_other_gates(result[places[0]], result[places[1]])
         logits = None if places[2] is None else seen.routed.logits(result)
-        return self._routing(result[places[0]], result[places[1]], logits)
+        return self._routing(result[places[0]], result[places[1]], logits, mask)
 
     def _refuse_other_gates(self, index: Tensor, weights: Tensor) -> None:
         seen = self._seen
@@ -462,17 +527,18 @@ class NativeSiteObservation(SiteObservation):
         """Sums [M, E] of the gates of each group's texts and their numbers [M]; options as of
         :meth:`group_probabilities`.
         """
-        routing = self.detached_routing()
-        mask = routing.mask if mask is None else mask.to(routing.gates.device).bool()
-        gates = routing.gates
+        self._seen.require_forward()
+        self._refuse_rows(groups)
+        shape = list(self._shape())
+        if mask is not None and list(mask.shape) != shape:
+            raise UserError(f"{self.name}: mask must be {shape}, got {list(mask.shape)}")
+        routing = self._routing_again(self._mask() if mask is None else mask)
+        gates, mask = routing.gates, routing.mask
         if full_softmax:
             if not routing.logits.numel():
                 raise UserError(f"{self.name}: the router returns no logits; full_softmax needs them")
             gates = routing.logits.softmax(-1)
-        if mask is not None:
-            if mask.shape != gates.shape[:2]:
-                raise UserError(f"{self.name}: mask must be {list(gates.shape[:2])}, got {list(mask.shape)}")
-            gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
+            gates = gates if mask is None else gates.masked_fill(~mask.unsqueeze(-1), 0)
         routing = Routing(routing.logits, gates, routing.selected, mask)
         return summed_gates(routing, groups, count)
 
@@ -543,10 +609,44 @@ class NativeSiteObservation(SiteObservation):
         return device
 
     def _shape(self) -> tuple[int, int]:
-        """Rows and tokens a row."""
+        """Rows and tokens a row; where these are not those of the block, a row for each token."""
         assert self._seen.x is not None
-        units, shape = len(self._seen.x), self._seen.shape
-        return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
+        shape = self._seen.shape
+        return (len(self._seen.x), 1) if shape is None or self._apart else shape
+
+    @property
+    def _apart(self) -> tuple[int, int] | None:
+        """Rows and tokens of the block, or of the model, if the experts saw another number of tokens."""
+        seen = self._seen
+        block = (seen.asked.shape or seen.shape) if seen.flat else seen.shape
+        assert seen.x is not None
+        return None if block is None or block[0] * block[1] == len(seen.x) else block
+
+    def _refuse_rows(self, entries: Any) -> None:
+        """Raise for one entry a row where the experts saw other tokens: it does not say whose they are."""
+        apart = self._apart
+        if apart is not None and isinstance(entries, Tensor) and entries.shape == apart[:1]:
+            assert self._seen.x is not None
+            units = len(self._seen.x)
+            raise UserError(
+                f"{self.name}: the experts saw {units} tokens where the model has {apart[0]} x {apart[1]}: "
+                "one entry a row does not say whose they are; expected one for each token that they saw, "
+                f"[{units}, 1] (for rows also a Grouping of these)"
+            )
+
+    def grouping(self, groups: Tensor | Grouping, count: int) -> Grouping:
+        """As of the base; one entry a row is refused where the experts saw other tokens than the block."""
+        self._seen.require_backward()
+        self._refuse_rows(groups)
+        return super().grouping(groups, count)
+
+    def unit_rows(self, unit: Unit, row_weight: Tensor, chosen: Tensor | None = None) -> UnitRows:
+        """As of the base; [T, 1] for each token that the experts saw, where these are not the block's."""
+        self._seen.require_backward()
+        self._refuse_rows(row_weight)
+        if self._apart and row_weight.shape == (len(row_weight), 1):
+            row_weight = row_weight.squeeze(1)
+        return super().unit_rows(unit, row_weight, chosen)
 
     def _gates(self, index: Tensor, weights: Tensor) -> Tensor:
         """[T, E] of index and weights [..., k]; the number E is none of the experts, as for transformers."""
@@ -554,14 +654,13 @@ class NativeSiteObservation(SiteObservation):
         count = self._seen.layer.experts.num_experts
         return weights.new_zeros(len(index), count + 1).scatter_add(1, index, weights)[:, :count]
 
-    def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
+    def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None, mask: Tensor | None) -> Routing:
         gates = self._gates(index, weights)
         units, count = gates.shape
         # A choice without a gate is none: Zaya skips a token so.
         selected = gates.detach() != 0
         shape = (*self._shape(), -1)
         rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
-        mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
         gates, selected = gates.reshape(shape), selected.reshape(shape)
         if mask is not None:
             mask = mask.to(gates.device).bool()
