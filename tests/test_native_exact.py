@@ -581,3 +581,65 @@ def test_one_group_a_row_is_refused_where_the_experts_saw_other_tokens(flat: boo
         assert relative_error(p, gates / gates.sum(1, keepdim=True).clamp(min=1e-9)) < 1e-12
         rows = site.unit_rows("example", WEIGHT[own].unsqueeze(1))
         assert len(rows) == len(own)
+
+
+class Dropping(TinyRouter):
+    """Drops pairs of a small weight: their expert gets the number ``EXPERTS``, which is none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, index = super().forward(x)
+        return logits, weights, index.masked_fill(weights < 0.4, EXPERTS)
+
+
+def test_a_dropped_pair_has_no_part() -> None:
+    """Even with a weight."""
+    model = TinyNative("eager", router=Dropping)
+    seen, slow = observed(model), separate(model, group_losses(model(inputs())))
+    assert_rows(model, seen, slow)
+    for site in seen.sites:
+        index, weights = site._seen.index, site._seen.weights  # type: ignore[attr-defined]
+        assert int((index == EXPERTS).sum()) > 0
+        expected = torch.zeros(len(index), EXPERTS, dtype=torch.float64)
+        for unit, place in (index < EXPERTS).nonzero().tolist():
+            expected[unit, index[unit, place]] += weights[unit, place]
+        assert torch.equal(site.routing.gates.flatten(0, 1), expected)
+        assert torch.equal(site.routing.selected.flatten(0, 1), expected > 0)
+        p = site.group_probabilities(GROUPS, COUNT).detach()
+        rows = expected.view(len(GROUPS), TOKENS, EXPERTS)
+        means = torch.stack([rows[m == GROUPS].mean((0, 1)) for m in range(COUNT)])
+        assert relative_error(p, means / means.sum(1, keepdim=True)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_groups_and_weights_may_be_lists_or_arrays(kind: Any) -> None:
+    groups, weight = kind(GROUPS), kind(WEIGHT / 3)
+    for site in observed(TinyNative()).sites:
+        expected = site.group_gradients(GROUPS, WEIGHT / 3)
+        assert torch.equal(site.group_gradients(groups, weight), expected)
+        assert torch.equal(site.group_gradients(Grouping(groups, COUNT), weight), expected)
+        p = site.group_probabilities(GROUPS, COUNT)
+        assert torch.equal(site.group_probabilities(groups, COUNT), p)
+        rows = RowSum(COUNT)
+        rows.add(site, groups, weight)
+        assert torch.equal(rows.rows, expected)
+
+
+def test_what_is_no_group_or_weight_is_named() -> None:
+    site = observed(TinyNative()).sites[0]
+    for groups in (GROUPS > 0, GROUPS.double(), [0.5] * 6):
+        for ask in (
+            lambda g=groups: site.group_gradients(g, WEIGHT),
+            lambda g=groups: site.group_probabilities(g, COUNT),
+            lambda g=groups: RowSum(COUNT).add(site, g, WEIGHT),
+        ):
+            with pytest.raises(gar.UserError, match=r"groups must be an integer vector.* got torch\.\w+ of"):
+                ask()
+    some: Any
+    for some in ("texts", [[0], [1, 2]], None):
+        with pytest.raises(gar.UserError, match=r"groups: expected integers \[N\] or \[B, L\], got "):
+            site.group_gradients(some, WEIGHT)
+        with pytest.raises(gar.UserError, match=r"group_weight: expected numbers \[M\], got "):
+            site.group_gradients(GROUPS, some)
+    for weight in (WEIGHT.unsqueeze(1), WEIGHT[0], 1.0):
+        with pytest.raises(gar.UserError, match=r"group_weight must be \[M\], one number a group, got \["):
+            site.group_gradients(GROUPS, weight)  # type: ignore[arg-type]

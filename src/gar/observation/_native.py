@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
-from gar.observation._grouping import Grouping
+from gar.observation._grouping import Grouping, group_numbers
 from gar.observation._native_factors import differ, probe, read, recomputed
 from gar.observation._native_layout import (
     ROUTERS,
@@ -528,6 +528,7 @@ class NativeSiteObservation(SiteObservation):
         :meth:`group_probabilities`.
         """
         self._seen.require_forward()
+        groups = group_numbers(groups)
         self._refuse_rows(groups)
         shape = list(self._shape())
         if mask is not None and list(mask.shape) != shape:
@@ -637,6 +638,7 @@ class NativeSiteObservation(SiteObservation):
     def grouping(self, groups: Tensor | Grouping, count: int) -> Grouping:
         """As of the base; one entry a row is refused where the experts saw other tokens than the block."""
         self._seen.require_backward()
+        groups = groups if isinstance(groups, Grouping) else group_numbers(groups)
         self._refuse_rows(groups)
         return super().grouping(groups, count)
 
