@@ -147,8 +147,8 @@ def group_numbers(groups: Any) -> Tensor:
         raise UserError(f"groups: expected integers [N] or [B, L], got {shown(groups)}") from None
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
         raise UserError(
-            f"groups must be an integer vector, or one number a token; got {found.dtype} of shape "
-            f"{tuple(found.shape)}"
+            f"groups must be an integer vector, got {found.dtype} of shape {tuple(found.shape)} (or one "
+            "integer a token)"
         )
     return found
 
