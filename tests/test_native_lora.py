@@ -298,3 +298,13 @@ def test_what_is_no_plain_lora_is_refused() -> None:
     assert "trains down_proj beside the adapter" in refused(model)
     biased = adapted("gpt_oss", ["gate_up_proj_bias"])
     assert "gate_up_proj_bias, which is no stack of matrices" in refused(biased)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_a_step_of_the_adapter_before_reading_is_refused(implementation: str) -> None:
+    model = adapted("olmoe", implementation=implementation)
+    observed, _ = see(model)
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-9).step()
+    for site in observed.sites:
+        with pytest.raises(RuntimeError, match=r"\(gate_up_proj.lora_A changed in place\)"):
+            site.group_gradients(GROUPS, WEIGHT)

@@ -40,7 +40,7 @@ def float32_products(device: torch.device, tf32: bool = False) -> Iterator[None]
     """In this block float32 products, forward and backward, use TF32 (on CUDA alone), or keep all digits."""
     tf32 = tf32 and device.type == "cuda"
     with ExitStack() as stack:
-        if _reduced(device) != tf32:
+        if is_reduced(device) != tf32:
             stack.enter_context(_matmul("high" if tf32 else "highest"))
         if device.type == "cuda" and not tf32 and any(op.fp32_precision not in _WHOLE for op in _CUDNN):
             stack.enter_context(_whole_convolutions())
@@ -70,7 +70,7 @@ def computing_in(device: torch.device, precision: str) -> Iterator[None]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``x W^T + b`` without TF32 or autocast, in its backward too, wherever that is called."""
-    if not _reduced(x.device):
+    if not is_reduced(x.device):
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(x, weight, bias)
     rows: Tensor = _Product.apply(x.flatten(0, -2), weight.T)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a b`` of two matrices without TF32 or autocast, in its backward too, wherever that is called."""
-    if not _reduced(a.device):
+    if not is_reduced(a.device):
         with torch.autocast(a.device.type, enabled=False):
             return a @ b
     product: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class _Product(torch.autograd.Function):
 # ---------------------------------------------------------------------- torch's switches
 
 
-def _reduced(device: torch.device) -> bool:
+def is_reduced(device: torch.device) -> bool:
     """Whether a float32 product on the device may lose digits as things are."""
     switch = _CUDA_MATMUL if device.type == "cuda" else _CPU_MATMUL
     return switch.fp32_precision not in _WHOLE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from gar.errors import UserError, shown
 from gar.nn import Factors
 from gar.routing import mean_over_tokens
 
@@ -19,8 +20,9 @@ class Grouping:
     """
 
     def __init__(self, groups: Tensor, count: int | None = None) -> None:
-        listed = torch.as_tensor(groups).detach().cpu()
-        if listed.dim() != 1 or listed.is_floating_point():
+        groups = group_numbers(groups)
+        listed = groups.detach().cpu()
+        if listed.dim() != 1:
             raise ValueError(
                 f"groups must be an integer vector, got {listed.dtype} of shape {tuple(listed.shape)}"
             )
@@ -135,6 +137,31 @@ class Grouping:
         if left.device.type == "cuda":
             return torch.bmm(left.transpose(1, 2), right, out_dtype=wide, out=result)
         return torch.bmm(left.to(wide).transpose(1, 2), right.to(wide), out=result)
+
+
+def group_numbers(groups: Any) -> Tensor:
+    """Integers of a tensor, an array or a list, [N] or [B, L]; or a refusal."""
+    try:
+        found = torch.as_tensor(groups)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"groups: expected integers [N] or [B, L], got {shown(groups)}") from None
+    if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
+        raise UserError(
+            f"groups must be an integer vector, got {found.dtype} of shape {tuple(found.shape)} (or one "
+            "integer a token)"
+        )
+    return found
+
+
+def group_weights(weight: Any) -> Tensor:
+    """Weights [M] of a tensor, an array or a list; or a refusal."""
+    try:
+        found = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"group_weight: expected numbers [M], got {shown(weight)}") from None
+    if found.dim() != 1 or found.is_complex():
+        raise UserError(f"group_weight must be [M], one number a group, got {list(found.shape)}")
+    return found
 
 
 def mean_over_units(values: Tensor, mask: Tensor | None, grouping: Grouping) -> Tensor:

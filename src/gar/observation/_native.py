@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import Factors
 from gar.objective import accurate
+from gar.observation._grouping import Grouping, group_numbers
 from gar.observation._native_factors import differ, probe, read, recomputed
 from gar.observation._native_layout import (
     ROUTERS,
@@ -33,12 +34,44 @@ from gar.observation._native_lora import Adapter
 from gar.observation._native_order import Replaced, known, places, saves_elsewhere
 from gar.observation._record import Handle, in_backward, repeats
 from gar.observation._site import SiteObservation, call_with, layer_of, summed_gates, unit_gates
-from gar.observation._units import UnitRows
+from gar.observation._units import Unit, UnitRows
 from gar.precision import full_precision
 from gar.routing import Routing
 
+#: What the router called again may differ by, of a token's largest gate: half precision, float32, float64.
+OTHER = {2: 3e-2, 4: 1e-3, 8: 1e-6}
+#: The part of the tokens for which it may: ties aside none, but a compiled forward rounds otherwise.
+AS_IT_WAS, COMPILED = 1e-3, 0.25
 #: How far a row of half-precision probabilities may be from a sum of 1.
 ROUNDED = 2e-2
+
+
+@dataclass
+class Asked:
+    """One observed module's last call: its 2-D attention masks, its rows and tokens; and its sites."""
+
+    #: Whether the module has a decoder with a mask of its own.
+    paired: bool = False
+    whole: Tensor | None = None
+    decoder: Tensor | None = None
+    shape: tuple[int, int] | None = None
+    sites: list[NativeSiteObservation] = field(default_factory=list)
+
+    def note(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Take what a call says."""
+        given = {name: value for name, value in keywords.items() if isinstance(value, Tensor)}
+        self.whole, self.decoder = (
+            mask.detach() if (mask := given.get(name)) is not None and mask.dim() == 2 else None
+            for name in ("attention_mask", "decoder_attention_mask")
+        )
+        rows = (*args, *(given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")))
+        found = (t for t in rows if isinstance(t, Tensor) and t.dim() == 2 + t.is_floating_point())
+        first = None if self.paired else next(found, None)
+        self.shape = None if first is None else (first.shape[0], first.shape[1])
+
+    def of(self, name: str) -> Tensor | None:
+        """What belongs to the site at a path."""
+        return self.decoder if self.paired and "decoder" in name.split(".") else self.whole
 
 
 @dataclass
@@ -51,6 +84,7 @@ class _Routed:
     autocast: tuple[bool, torch.dtype]
     #: What its parameters were in: FSDP may have cast them.
     dtypes: dict[str, torch.dtype]
+    compiled: bool
     #: Where index, weights and logits stand in its result; logits may be missing.
     places: tuple[int, int, int | None] | None = None
     #: Whether there are probabilities in the place of logits (Gemma4).
@@ -72,8 +106,10 @@ class NativeRecord:
     router: nn.Module
     factors: bool
     paused: list[bool]
-    masks: list[Tensor]
+    asked: Asked
+    #: Rows and tokens that the block was called with; whether it does not tell them apart.
     shape: tuple[int, int] | None = None
+    flat: bool = True
     routed: _Routed | None = None
     result: tuple[Any, ...] = ()
     x: Tensor | None = None
@@ -85,6 +121,8 @@ class NativeRecord:
     #: The adapters that took part in the forward, and all weights without one.
     adapters: dict[str, Adapter] = field(default_factory=dict)
     effective: dict[str, Tensor] = field(default_factory=dict)
+    #: What these are, by name, and its versions at the forward.
+    written: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     #: The implementation, while the experts run and if its order of pairs is known, and the calls of the
     #: activation with its result.
     order: str | None = None
@@ -101,6 +139,8 @@ class NativeRecord:
     #: What the recorded output is checked by, see :func:`probe`; the version of the activation's input.
     told: tuple[Tensor, float] | None = None
     version: int = 0
+    #: Those of ``x``, ``index`` and ``weights``, which are the model's own memory.
+    versions: tuple[int, ...] = ()
     #: Whether the router is called by us.
     again: bool = False
 
@@ -128,7 +168,8 @@ class NativeRecord:
     def _block_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1), None)
         if hidden is not None and not self._skipped():
-            self.shape = (hidden.shape[0], hidden.shape[1]) if hidden.dim() == 3 else (len(hidden), 1)
+            self.flat = hidden.dim() != 3
+            self.shape = (len(hidden), 1) if self.flat else (hidden.shape[0], hidden.shape[1])
 
     def _router_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -138,7 +179,7 @@ class NativeRecord:
             kind = next(t.device.type for t in result if isinstance(t, Tensor))
             state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-            self.routed = _Routed(*arguments, kind, state, dtypes)
+            self.routed = _Routed(*arguments, kind, state, dtypes, torch.compiler.is_compiling())
             self.result = result
 
     def _before_experts(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -176,21 +217,29 @@ class NativeRecord:
                 output.register_hook(self._count_repeat)
             return
         self.forwards += 1
-        # Their names differ between the families, their order does not.
-        x, index, weights = (*args, *kwargs.values())[:3]
-        self.x, self.index, self.weights = x.detach(), index.detach(), weights.detach()
+        x, index, weights = self.layer.arguments(args, kwargs)
+        self.x, self.index, self.weights = (t.detach().flatten(0, -2) for t in (x, index, weights))
+        self.versions = tuple(version(t) for t in (self.x, self.index, self.weights))
         self._place_routing(index, weights)
         self.adapters = self.layer.adapters()
         if not self.layer.sharded:  # their memory would be freed
             slots = [slot for slot in native_slots(module) if slot not in self.adapters]
             self.effective = {slot: getattr(module, slot).detach() for slot in slots}
+            self.written = {name: (t, version(t)) for name, t in self._parameters()}
         self.output = output
         # Below everything that is trained there is routing to see, and no gradient.
         if self.factors and output.requires_grad:
-            self.told = probe(output.detach())
-            output.register_hook(self._store_delta)
+            own = [side for adapter in self.adapters.values() for side in (adapter.a, adapter.b)]
+            self.told = probe(output.detach(), self.x, *self.effective.values(), *own)
+            after_hooks(output, self._store_delta)
             if order is not None and len(activations) == 1:
                 self._read(order, *activations[0])
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What the experts are computed with again, by name."""
+        yield from self.effective.items()
+        for adapter in self.adapters.values():
+            yield from zip(adapter.slots, (adapter.a, adapter.b), strict=True)
 
     def _read(self, order: str, before: Tensor, hidden: Tensor, version: int) -> None:
         """Take the activation's result, and later its input's gradient, summed over each token's experts."""
@@ -214,7 +263,7 @@ class NativeRecord:
         with torch.no_grad(), torch.autocast(before.device.type, enabled=False):
             h = accurate(by_token(hidden.detach()))
             self.hidden = (self.weights.to(h).unsqueeze(1) @ h).squeeze(1)
-        before.register_hook(store)
+        after_hooks(before, store)
 
     def _place_routing(self, index: Tensor, weights: Tensor) -> None:
         """Find what the experts were called with in the router's result."""
@@ -245,7 +294,9 @@ class NativeRecord:
     def _store_delta(self, grad: Tensor) -> None:
         if not self.paused[0]:
             self.backwards += 1
-            self.delta = grad.detach()
+            # A copy: where it is a parameter's gradient too, seen through a view, the next backward or
+            # clipping writes there.
+            self.delta = grad.detach().flatten(0, -2).clone()
             if self.layer.sharded and self.hidden is None:
                 self.made = self.recompute()
 
@@ -260,6 +311,9 @@ class NativeRecord:
         assert self.index is not None
         assert self.weights is not None
         assert self.delta is not None
+        for name, (parameter, before) in self.written.items():
+            if version(parameter) != before:
+                raise self._others(f" any more ({name} changed in place)")
         experts, weight = self.layer.experts, dict(self.effective)
         for slot in native_slots(experts):
             if slot not in weight:  # adapters': parametrised only as long as the forward, which is over
@@ -270,12 +324,23 @@ class NativeRecord:
             )
         assert self.told is not None
         if differ(told, *self.told):
-            raise RuntimeError(
-                f"{self.layer.name}: what these experts returned is not what their weights give for this "
-                "input; expected sum_k w_k V act(W x) as transformers computes it, and input and weights as "
-                "they were (ask before the optimizer's step)"
-            )
+            raise self._others("")
         return factors
+
+    def _others(self, why: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.layer.name}: what these experts returned is not what their weights give for this "
+            f"input{why}; expected sum_k w_k V act(W x) as transformers computes it, and input and weights "
+            "as they were (ask before the optimizer's step)"
+        )
+
+    def require_unchanged(self, routing_only: bool = False) -> None:
+        """Raise if something wrote to the input since the forward, or to the pairs' numbers and weights."""
+        captured = {"input": self.x, "experts' numbers": self.index, "pairs' weights": self.weights}
+        for (name, tensor), before in zip(captured.items(), self.versions, strict=True):
+            assert tensor is not None
+            if version(tensor) != before and not (routing_only and tensor is self.x):
+                raise self._others(f" any more (the {name} changed in place)")
 
     def require_forward(self) -> None:
         if (forwards := self.forwards + self.repeats) > 1:
@@ -311,7 +376,7 @@ class NativeRecord:
 
     def forget_factors(self) -> None:
         self.delta = self.hidden = self.before = self.made = None
-        self.effective = {}
+        self.effective, self.written = {}, {}
 
 
 class NativeSiteObservation(SiteObservation):
@@ -320,12 +385,13 @@ class NativeSiteObservation(SiteObservation):
     ``group_probabilities`` normalises the rows: gates of some families do not sum to 1.
     """
 
-    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, masks: list[Tensor]) -> None:
+    def __init__(self, layer: Layer, paused: list[bool], gradients: bool, asked: Asked) -> None:
         self.bank: Any = layer.bank
         self.name, self.layer = layer.name, layer_of(layer.name)
         found = (getattr(layer.block, name, None) for name in ROUTERS)
         router = next(module for module in found if isinstance(module, nn.Module))
-        self._seen = NativeRecord(layer, router, gradients, paused, masks)
+        self._seen = NativeRecord(layer, router, gradients, paused, asked)
+        asked.sites.append(self)
 
     def __repr__(self) -> str:
         how = "intercepted" if self._seen.intercepted else "recomputed"
@@ -335,13 +401,43 @@ class NativeSiteObservation(SiteObservation):
     def routing(self) -> Routing:
         """The observed routing, detached, [B, L, E]; gates as the model used them, not normalised.
 
-        ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any.
+        ``mask`` is the ``attention_mask`` [B, L] that the observed module was called with, if any; of a
+        longer one the last L columns. :class:`gar.UserError` if it leaves tokens out and fits no site.
         """
         self._seen.require_forward()
+        return self._own_routing(self._mask())
+
+    def _own_routing(self, mask: Tensor | None) -> Routing:
         seen = self._seen
+        seen.require_unchanged(routing_only=True)
         assert seen.index is not None
         assert seen.weights is not None
-        return self._routing(seen.index, seen.weights, seen.logits)
+        return self._routing(seen.index, seen.weights, seen.logits, mask)
+
+    def _mask(self) -> Tensor | None:
+        """The mask of this site's tokens, in their shape."""
+        mask = self._seen.asked.of(self.name)
+        if mask is None:
+            return None
+        found = self._fitting(mask)
+        sites = self._seen.asked.sites
+        if found is None and not any(site._fitting(mask) is not None for site in sites) and not mask.all():
+            raise UserError(
+                f"{self.name}: the attention_mask {list(mask.shape)} of the call fits none of the observed "
+                f"layers, this one has tokens {list(self._shape())}; expected [B, L] (or mask=, or none)"
+            )
+        return found
+
+    def _fitting(self, mask: Tensor) -> Tensor | None:
+        if self._seen.x is None or self._apart:
+            return None
+        (rows, tokens), (own, columns) = self._shape(), mask.shape
+        if own != rows and 1 not in (rows, tokens):
+            return None
+        # Keys of a cache or a prefix come first; a block may flatten the tokens of all rows.
+        count = tokens if own == rows else rows * tokens // max(1, own)
+        fits = own * count == rows * tokens and count <= columns
+        return mask[:, columns - count :].reshape(rows, tokens) if fits else None
 
     @property
     def choices(self) -> int:
@@ -354,9 +450,17 @@ class NativeSiteObservation(SiteObservation):
         return self._seen.router
 
     def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
-        """The same from the router called again on its DETACHED input: differentiable in the router only."""
+        """The same from the router called again on its DETACHED input: differentiable in the router only.
+
+        :class:`gar.UserError` where it does not give the gates that the model used: it draws in training, or
+        its weights, its input or its own state are others by now. Its buffers stay as they are.
+        """
+        self._seen.require_forward()
+        return self._routing_again(self._mask(), parameters)
+
+    def _routing_again(self, mask: Tensor | None, parameters: Mapping[str, Tensor] | None = None) -> Routing:
         seen = self._seen
-        seen.require_forward()
+        seen.require_unchanged(routing_only=True)
         if seen.routed is None or seen.routed.places is None:
             raise UserError(
                 f"{self.name}: the experts are not called with what the router returned; {SUPPORTED} whose "
@@ -364,13 +468,19 @@ class NativeSiteObservation(SiteObservation):
             )
         trainable = any(p.requires_grad for p in seen.router.parameters())
         if not trainable:
-            return self.routing
+            return self._own_routing(mask)
         if seen.router.training and _jitters(seen.router):
             raise UserError(
                 f"{self.name}: the router of {type(seen.router).__name__} draws random numbers and its "
                 "weights carry no usual gradient; supported is a diagnosis, with the model in eval()"
             )
         places, (enabled, dtype) = seen.routed.places, seen.routed.autocast
+        buffers = [
+            (inner, name, buffer, version(buffer), buffer.clone())
+            for inner in seen.router.modules()
+            for name, buffer in inner._buffers.items()
+            if buffer is not None
+        ]
         seen.again = True
         try:
             # Rounded as before, so that it selects the same experts.
@@ -380,8 +490,31 @@ class NativeSiteObservation(SiteObservation):
                 )
         finally:
             seen.again = False
+            for inner, name, buffer, count, before in buffers:
+                inner._buffers[name] = buffer
+                if version(buffer) != count:
+                    buffer.detach().copy_(before)
+        if parameters is None:
+            self._refuse_other_gates(result[places[0]], result[places[1]])
         logits = None if places[2] is None else seen.routed.logits(result)
-        return self._routing(result[places[0]], result[places[1]], logits)
+        return self._routing(result[places[0]], result[places[1]], logits, mask)
+
+    def _refuse_other_gates(self, index: Tensor, weights: Tensor) -> None:
+        seen = self._seen
+        assert seen.routed is not None
+        assert seen.index is not None
+        assert seen.weights is not None
+        used, found = self._gates(seen.index, seen.weights), self._gates(index.detach(), weights.detach())
+        size = 2 if seen.routed.autocast[0] else min(seen.weights.dtype.itemsize, weights.dtype.itemsize)
+        other = (found - used).abs().amax(-1) > OTHER[size] * used.abs().amax(-1)
+        allowed = COMPILED if seen.routed.compiled else AS_IT_WAS
+        if (count := int(other.sum())) > allowed * len(other):
+            raise UserError(
+                f"{self.name}: the router called again gives other gates than the model used, for {count} of "
+                f"{len(other)} tokens; supported are routers that draw nothing (noise, dropout: in eval()) "
+                "and change nothing of their own, with weights and input as they were (ask before the "
+                "optimizer's step)"
+            )
 
     def group_gates(
         self,
@@ -394,17 +527,19 @@ class NativeSiteObservation(SiteObservation):
         """Sums [M, E] of the gates of each group's texts and their numbers [M]; options as of
         :meth:`group_probabilities`.
         """
-        routing = self.detached_routing()
-        mask = routing.mask if mask is None else mask.to(routing.gates.device).bool()
-        gates = routing.gates
+        self._seen.require_forward()
+        groups = group_numbers(groups)
+        self._refuse_rows(groups)
+        shape = list(self._shape())
+        if mask is not None and list(mask.shape) != shape:
+            raise UserError(f"{self.name}: mask must be {shape}, got {list(mask.shape)}")
+        routing = self._routing_again(self._mask() if mask is None else mask)
+        gates, mask = routing.gates, routing.mask
         if full_softmax:
             if not routing.logits.numel():
                 raise UserError(f"{self.name}: the router returns no logits; full_softmax needs them")
             gates = routing.logits.softmax(-1)
-        if mask is not None:
-            if mask.shape != gates.shape[:2]:
-                raise UserError(f"{self.name}: mask must be {list(gates.shape[:2])}, got {list(mask.shape)}")
-            gates = gates.masked_fill(~mask.unsqueeze(-1), 0)
+            gates = gates if mask is None else gates.masked_fill(~mask.unsqueeze(-1), 0)
         routing = Routing(routing.logits, gates, routing.selected, mask)
         return summed_gates(routing, groups, count)
 
@@ -475,20 +610,59 @@ class NativeSiteObservation(SiteObservation):
         return device
 
     def _shape(self) -> tuple[int, int]:
-        """Rows and tokens a row."""
+        """Rows and tokens a row; where these are not those of the block, a row for each token."""
         assert self._seen.x is not None
-        units, shape = len(self._seen.x), self._seen.shape
-        return shape if shape is not None and shape[0] * shape[1] == units else (units, 1)
+        shape = self._seen.shape
+        return (len(self._seen.x), 1) if shape is None or self._apart else shape
 
-    def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None) -> Routing:
-        units, count = len(index), self._seen.layer.experts.num_experts
-        weights = accurate(weights)
-        gates = weights.new_zeros(units, count).scatter_add(1, index, weights)
+    @property
+    def _apart(self) -> tuple[int, int] | None:
+        """Rows and tokens of the block, or of the model, if the experts saw another number of tokens."""
+        seen = self._seen
+        block = (seen.asked.shape or seen.shape) if seen.flat else seen.shape
+        assert seen.x is not None
+        return None if block is None or block[0] * block[1] == len(seen.x) else block
+
+    def _refuse_rows(self, entries: Any) -> None:
+        """Raise for one entry a row where the experts saw other tokens: it does not say whose they are."""
+        apart = self._apart
+        if apart is not None and isinstance(entries, Tensor) and entries.shape == apart[:1]:
+            assert self._seen.x is not None
+            units = len(self._seen.x)
+            raise UserError(
+                f"{self.name}: the experts saw {units} tokens where the model has {apart[0]} x {apart[1]}: "
+                "one entry a row does not say whose they are; expected one for each token that they saw, "
+                f"[{units}, 1] (for rows also a Grouping of these)"
+            )
+
+    def grouping(self, groups: Tensor | Grouping, count: int) -> Grouping:
+        """As of the base; one entry a row is refused where the experts saw other tokens than the block."""
+        self._seen.require_backward()
+        groups = groups if isinstance(groups, Grouping) else group_numbers(groups)
+        self._refuse_rows(groups)
+        return super().grouping(groups, count)
+
+    def unit_rows(self, unit: Unit, row_weight: Tensor, chosen: Tensor | None = None) -> UnitRows:
+        """As of the base; [T, 1] for each token that the experts saw, where these are not the block's."""
+        self._seen.require_backward()
+        self._refuse_rows(row_weight)
+        if self._apart and row_weight.shape == (len(row_weight), 1):
+            row_weight = row_weight.squeeze(1)
+        return super().unit_rows(unit, row_weight, chosen)
+
+    def _gates(self, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, E] of index and weights [..., k]; the number E is none of the experts, as for transformers."""
+        index, weights = index.flatten(0, -2), accurate(weights.flatten(0, -2))
+        count = self._seen.layer.experts.num_experts
+        return weights.new_zeros(len(index), count + 1).scatter_add(1, index, weights)[:, :count]
+
+    def _routing(self, index: Tensor, weights: Tensor, logits: Tensor | None, mask: Tensor | None) -> Routing:
+        gates = self._gates(index, weights)
+        units, count = gates.shape
         # A choice without a gate is none: Zaya skips a token so.
-        selected = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, index, True) & (gates != 0)
+        selected = gates.detach() != 0
         shape = (*self._shape(), -1)
         rows = gates.new_empty(units, 0) if logits is None else accurate(logits).reshape(units, count)
-        mask = next((m for m in self._seen.masks if tuple(m.shape) == shape[:2]), None)
         gates, selected = gates.reshape(shape), selected.reshape(shape)
         if mask is not None:
             mask = mask.to(gates.device).bool()
@@ -504,6 +678,7 @@ class NativeSiteObservation(SiteObservation):
         seen = self._seen
         seen.require_backward()
         if seen.hidden is not None and seen.before is not None:
+            seen.require_unchanged()
             assert seen.x is not None
             assert seen.weights is not None
             assert seen.delta is not None
@@ -514,6 +689,21 @@ class NativeSiteObservation(SiteObservation):
     def _shaped(self, found: dict[str, Factors]) -> dict[str, Factors]:
         rows, _ = self._shape()
         return {slot: _by_rows(found[slot], rows) for slot in self.template()}
+
+
+def after_hooks(tensor: Tensor, store: Callable[[Tensor], None]) -> None:
+    """Give ``store`` what goes on behind a tensor: its gradient, after all that its hooks make of it."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(store)
+        return
+
+    def arrive(grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[number]
+        if grad is not None:
+            store(grad)
+
+    node.register_prehook(arrive)
 
 
 def _by_rows(factors: Factors, rows: int) -> Factors:
@@ -536,6 +726,11 @@ def _is_normalised(values: Tensor) -> bool:
     """Whether every row is of probabilities: no logits of more than one token are."""
     total = accurate(values).sum(-1)
     return values.shape[-1] > 1 and bool((values >= 0).all() & ((total - 1).abs() < ROUNDED).all())
+
+
+def version(tensor: Tensor) -> int:
+    """How often something has written to a tensor's memory; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _detached(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from gar.observation._native_lora import Adapter, adapters_of
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 SUPPORTED = "supported are layers of transformers' experts interface with a sibling `gate` or `router`"
 ROUTERS = ("gate", "router")
+#: What transformers' own implementations call their arguments.
+NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def is_native(module: nn.Module) -> bool:
@@ -45,6 +48,9 @@ class Layer:
     #: FSDP shards it: weights are whole during its forward and its backward alone.
     sharded: bool = False
 
+    #: What its forward calls its arguments, as far as it says so.
+    names: tuple[str, ...] = ()
+
     @property
     def kind(self) -> str:
         """For messages."""
@@ -53,6 +59,36 @@ class Layer:
     def adapters(self) -> dict[str, Adapter]:
         """The adapters that take part in a forward, by the parameter that they are on."""
         return adapters_of(self.kind, self.experts, native_slots(self.experts), self.wrappers)
+
+    def arguments(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Tensor]:
+        """Input [..., H], index and weights [..., k] of a call; their names differ between the families."""
+        given = dict(zip(self.names, args, strict=False)) | dict(keywords)
+        order = next((names for names in (self.names, NAMES) if given.keys() >= set(names[:3])), tuple(given))
+        found = [given[name] for name in order[:3]] if keywords else list(args[:3])
+        kinds = [isinstance(t, Tensor) and t.dim() > 1 and t.is_floating_point() for t in found]
+        if (
+            kinds != [True, False, True]
+            or not found[0].shape[:-1] == found[1].shape[:-1] == found[2].shape[:-1]
+        ):
+            raise UserError(
+                f"{self.kind} was called with {', '.join(map(_shown, found))}; expected hidden [T, H], index "
+                "[T, k] and weights [T, k]"
+            )
+        return found
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the first three arguments, behind decorators too; none where a signature has none."""
+    try:
+        found = list(inspect.signature(forward).parameters.values())[:3]
+    except (TypeError, ValueError):
+        return ()
+    positional = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in found)
+    return tuple(p.name for p in found) if positional and len(found) == 3 else ()
 
 
 #: A parameter, and how its gradient is summed over experts.
@@ -99,7 +135,8 @@ def native_banks(module: nn.Module) -> dict[nn.Module, Layer]:
             continue  # what an adapter keeps beside: originals, copies to train
         experts, wrappers = _unwrapped(inner)
         if is_native(experts):
-            layer = Layer(name, inner, experts, parent or inner, wrappers, _is_sharded(inside, name))
+            sharded, names = _is_sharded(inside, name), _names(experts.forward)
+            layer = Layer(name, inner, experts, parent or inner, wrappers, sharded, names)
             refuse(layer)
             found[inner] = layer
         elif _is_foreign(name, inner):

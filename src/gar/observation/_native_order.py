@@ -32,13 +32,15 @@ def known(experts: Any) -> str | None:
     """The name of the implementation that the experts run with, if its order of pairs is known."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
-    if name not in _LINES or name not in functions:
+    if name not in _LINES or name not in functions or "forward" in vars(experts):
         return None
     return name if _has_lines(functions[name], name) and _dispatches(type(experts).forward) else None
 
 
 @lru_cache
 def _has_lines(function: Callable[..., Any], name: str) -> bool:
+    if hasattr(function, "__wrapped__"):
+        return False  # the source would be that of what is wrapped
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gar.errors import UserError
 from gar.objective import accurate
-from gar.observation._grouping import Grouping
+from gar.observation._grouping import Grouping, group_numbers, group_weights
 from gar.observation._site import SLICE_BYTES, SiteObservation, slices
 from gar.precision import full_precision
 
@@ -57,7 +57,8 @@ class RowSum:
         ``groups`` as in :meth:`SiteObservation.group_gradients`, with the update's numbers in [0, count) and
         -1 for what is not counted; ``group_weight`` [count] is undone here.
         """
-        if group_weight.shape != (self.count,):
+        groups = groups if isinstance(groups, Grouping) else group_numbers(groups)
+        if (group_weight := group_weights(group_weight)).shape != (self.count,):
             raise UserError(f"group_weight must be [{self.count}], got {list(group_weight.shape)}")
         template = site.template()
         if self._template and template != self._template:

@@ -14,7 +14,7 @@ from gar.errors import UserError
 from gar.nn import Factors, RoutedExperts
 from gar.objective import accurate
 from gar.observation._balance import balance_loss
-from gar.observation._grouping import Grouping
+from gar.observation._grouping import Grouping, group_numbers, group_weights
 from gar.observation._record import Handle, Record
 from gar.observation._units import Unit, UnitRows, add_pairs, pairs_are_cheaper, unit_factors, unit_places
 from gar.precision import full_precision
@@ -131,6 +131,8 @@ class SiteObservation:
         weight of 0 gives a zero row). Ask before the optimizer's step. ``groups`` is int64 [N] for inputs
         [N, d]; for inputs [B, L, d] it is [B], one number a row, or [B, L], one a token; -1 is not counted;
         or a :class:`Grouping` of the rows, made once for several uses. Slots follow the bank's order.
+        Lists and arrays will do; what is no such integers is a :class:`gar.UserError`, as is a
+        ``group_weight`` that is not [M].
         """
         groups, factors, undo = self.group_factors(groups, group_weight)
         sizes = [shape.numel() for shape in self.template().values()]
@@ -244,12 +246,13 @@ class SiteObservation:
         :meth:`group_gradients`.
         """
         rows, tokens = self.extent()
+        groups = groups if isinstance(groups, Grouping) else group_numbers(groups)
         if isinstance(groups, Tensor) and groups.dim() == 2:  # a group number per token
             if tuple(groups.shape) != (rows, tokens):
                 raise ValueError(f"groups must be [{rows}] or [{rows}, {tokens}], got {tuple(groups.shape)}")
             return Grouping(groups.flatten(), count)
         if isinstance(groups, Tensor):
-            if len(groups) != rows:
+            if groups.shape != (rows,):
                 raise ValueError(
                     f"groups must have one number for each of the {rows} rows, got {tuple(groups.shape)}"
                 )
@@ -264,6 +267,7 @@ class SiteObservation:
         self, groups: Tensor | Grouping, group_weight: Tensor
     ) -> tuple[Grouping, dict[str, Factors], Tensor]:
         """Rows by group, the factors of every template slot, and ``1 / group_weight`` [M, 1]."""
+        group_weight = group_weights(group_weight)
         groups = self.grouping(groups, len(group_weight))
         factors, (rows, _) = self._factors(), self.extent()
         if groups.rows != rows:
@@ -292,7 +296,7 @@ def unit_gates(routing: Routing, rows: UnitRows) -> Tensor:
 
 def summed_gates(routing: Routing, groups: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """Gates [M, E] summed over each group's examples, or tokens for groups [B, L]; their numbers [M]."""
-    gates = routing.example_gates()
+    groups, gates = group_numbers(groups), routing.example_gates()
     units = routing.gates.shape[: groups.dim()] if groups.dim() > 1 else gates.shape[:1]
     if groups.shape != units:
         rows, extent = len(gates), list(routing.gates.shape[:-1])

@@ -7,7 +7,8 @@ no second backward is run. :func:`gar.per_group_gradients` is the slow, obviousl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from gar.errors import UserError
 from gar.nn import RoutedExperts
 from gar.observation._grouping import Grouping
-from gar.observation._native import NativeSiteObservation
+from gar.observation._native import Asked, NativeSiteObservation
 from gar.observation._native_layout import native_banks, refuse_auxiliary_loss
 from gar.observation._record import Handle
 from gar.observation._site import SLICE_BYTES, SiteObservation
@@ -88,9 +89,9 @@ def observe(
     with it; nothing is stored on the modules.
     """
     paused = [False]
-    masks: list[list[Tensor]] = [[] for _ in modules]  # of each module's last call
+    asked = [Asked(paired="decoder_attention_mask" in _named(module)) for module in modules]
     sites: dict[nn.Module, SiteObservation] = {}
-    for module, own_masks in zip(modules, masks, strict=True):
+    for module, own in zip(modules, asked, strict=True):
         native = native_banks(module)
         for name, inner in module.named_modules():
             if inner in sites:
@@ -103,7 +104,7 @@ def observe(
                         f"{native[inner].name}: outputs of single experts are not read from layers of "
                         "transformers; expected the expert banks of gar.nn"
                     )
-                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, own_masks)
+                sites[inner] = NativeSiteObservation(native[inner], paused, gradients, own)
     if not sites:
         raise UserError(
             "observe: no expert bank (gar.nn.RoutedLoRA, RoutedFFN, … or an MoE layer of transformers) "
@@ -114,13 +115,12 @@ def observe(
     observed = Observed(list(sites.values()))
     theirs = any(isinstance(site, NativeSiteObservation) for site in observed.sites)
 
-    def called(own: list[Tensor], module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+    def called(own: Asked, module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
         if gradients:
             refuse_auxiliary_loss([module], keywords)
-        mask = keywords.get("attention_mask")
-        own[:] = [mask.detach()] if isinstance(mask, Tensor) and mask.dim() == 2 else []
+        own.note(args, keywords)
 
     handles: list[Handle] = []
     try:
@@ -129,7 +129,7 @@ def observe(
         if theirs:
             handles.extend(
                 module.register_forward_pre_hook(partial(called, own), with_kwargs=True)
-                for module, own in zip(modules, masks, strict=True)
+                for module, own in zip(modules, asked, strict=True)
             )
         yield observed
     finally:
@@ -137,6 +137,14 @@ def observe(
             handle.remove()
         for site in observed.sites:
             site.release()
+
+
+def _named(module: nn.Module) -> Collection[str]:
+    """What the module's forward calls its arguments."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return ()
 
 
 def _refuse_shared_experts(banks: Sequence[Any]) -> None:
