@@ -996,3 +996,16 @@ def test_an_activation_that_works_in_place_is_refused(activation: Any) -> None:
     with pytest.raises(UserError, match="activation works in place"), gar.observe(bank):
         bank(torch.randn(2, 3, 4))
     bank(torch.randn(2, 3, 4))  # nobody reads its input
+
+
+@pytest.mark.parametrize("kind", ["lora", "ffn"])
+def test_a_bank_that_was_compiled_before_is_named(kind: str) -> None:
+    """What is compiled has no hooks inside, and the numbers are missing, not wrong."""
+    torch.compiler.reset()
+    bank = BANKS[kind]()
+    compiled, x = torch.compile(bank, backend="eager"), torch.randn(2, 3, D, requires_grad=True)
+    compiled(x)
+    with gar.observe(bank) as observed:
+        compiled(x)[0].sum().backward()
+    with pytest.raises(UserError, match=r"compiled \(torch.compile\) inside the observe block"):
+        observed.group_gradients(torch.arange(2), torch.ones(2))

@@ -39,7 +39,9 @@ def before_backward(output: Tensor, do: Callable[[Tensor], None]) -> None:
     whole = base is not None and base.numel() == output.numel() and base.is_contiguous()
     source = base if base is not None and whole and output.is_contiguous() else output
     node, number, shape = source.grad_fn, source.output_nr, output.shape
-    assert node is not None
+    if node is None:  # a leaf has no operation
+        output.register_hook(do)
+        return
     node.register_prehook(lambda grads: None if grads[number] is None else do(grads[number].view(shape)))
 
 
@@ -84,6 +86,8 @@ class Record:
     repeats: int = 0
     #: Of the input of the experts' activation, when it was called.
     _version: int = 0
+    #: Inner modules whose hooks were called: code that was compiled before has none.
+    _ran: set[str] = field(default_factory=set)
 
     def hooks(self) -> Iterator[Handle]:
         """Register the hooks; the caller removes them."""
@@ -118,6 +122,7 @@ class Record:
         self.routing, self.output = routing, output
 
     def _experts_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._ran.add("experts")
         if not output.requires_grad:
             return
         repeated = repeats(self.forwards)
@@ -128,6 +133,7 @@ class Record:
             self.arguments = (x.detach(), gates.detach(), active)
 
     def _before_hidden(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._ran.add("hidden")
         self._version = version_of(args[0])
 
     def _hidden_hook(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -171,6 +177,12 @@ class Record:
         self.require_forward()
         if not self.factors:
             raise RuntimeError("group gradients were not recorded: observe(..., gradients=False)")
+        expected = {"experts"} if self.bank.experts.hidden_module is None else {"experts", "hidden"}
+        if self._ran != expected:
+            raise UserError(
+                "the hooks inside the expert bank did not run; expected a bank that is compiled "
+                "(torch.compile) inside the observe block for the first time, or not at all"
+            )
         if self.backwards != 1 or self.delta is None or self.arguments is None:
             raise RuntimeError(
                 f"{self.backwards} backward passes ran inside the observe block; "
