@@ -592,8 +592,9 @@ DEAD = [[50, 50, 0, 0], [50, 50, 0, 0]]
         (inspection(layer(0, HIGH), layer(1, LOW, 0.25)), "Layer 1: few experts do most of the work"),
         (
             inspection(layer(0, HIGH), *(layer(n, LOW) for n in (3, 4, 5, 7))),
-            "Layers 3–5 and 7 balance their load but mix groups: NMI no higher than for shuffled labels; "
-            "training the router with GAR acts on these.",
+            "Layers 3–5 and 7 balance their load but mix groups: NMI no higher than for shuffled labels, "
+            "though the groups' gradients cancel no more than by chance; training the router with GAR acts "
+            "on these.",
         ),
         (
             inspection(layer(0, HIGH), layer(2, LOW, conflict=HIGH)),

@@ -20,6 +20,7 @@ from gar.integrations import GARArguments
 from gar.integrations._checks import refuse_setting
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_id
 from support.tiny import relative_error
+from support.tiny_moe import tiny_moe
 from support.tiny_training import (
     Gradients,
     cut,
@@ -144,6 +145,40 @@ def test_the_trainers_own_losses_weigh_groups_right(tmp_path: Path) -> None:
             added.append(gradients(trainer))
         for key, value in expected.items():
             assert relative_error(added[1][key] - added[0][key], value) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_heads_of_classes_weigh_their_micro_batches_alike(kind: str, tmp_path: Path) -> None:
+    """They take the number of items and do not use it: each loss is a mean, and none is divided."""
+    config = tiny_moe("qwen3_moe").config
+    config.update({"num_labels": 3, "pad_token_id": 0, "router_aux_loss_coef": 0.0})
+    torch.manual_seed(0)
+    head = getattr(transformers, f"Qwen3MoeFor{kind}Classification")(config).double().train()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+
+    def collate(examples: Any) -> dict[str, Tensor]:
+        batch = pad(examples)
+        classes = batch["input_ids"] % 3
+        return batch | {"labels": classes[:, 0] if kind == "Sequence" else classes}
+
+    found = {}
+    for sizes in ((8, 1), (4, 2), (2, 4), (5, 2)):
+        trainer = make(
+            tmp_path, copy.deepcopy(head), coefficient=2.0, sizes={"rows": sizes[0], "steps": sizes[1]},
+            gradients="raw", group_size=0,
+            more={
+                "compute_loss_func": None, "data_collator": collate,
+                "train_dataset": texts(8, short=kind == "Sequence"),
+            },
+        )  # fmt: skip
+        trainer.args.max_steps = 1
+        trainer.train()
+        found[sizes] = trainer.state.log_history[0]["gar/coherence"]
+        assert "_loss_function" not in vars(trainer.model)
+    assert found[8, 1] > 0
+    for coherence in found.values():
+        assert coherence == pytest.approx(found[8, 1], rel=1e-3)
 
 
 def state(trainer: Any) -> Gradients:
@@ -562,3 +597,9 @@ def test_options_are_read_from_a_command_line() -> None:
     )
     assert options == GARArguments(coefficient=0.5, layers=[1, 2], group_size=4)
     assert all(f.metadata["help"] for f in GARArguments.__dataclass_fields__.values())
+
+
+def test_a_collator_that_returns_no_dictionary_is_named() -> None:
+    collator = GroupCollator(list, "group", keep=True, required=True)
+    with pytest.raises(gar.UserError, match=r"the data collator returns list, .*expected a dictionary"):
+        collator([{"x": 1, "group": "a"}])

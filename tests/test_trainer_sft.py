@@ -297,9 +297,11 @@ def test_packing_without_the_objective_is_trls(tmp_path: Path) -> None:
             (Tuned, {"coefficient": 1.0}),
             (trl.SFTTrainer, {}),
             (Tuned, {"coefficient": 0.0}),
+            (Tuned, {"coefficient": 0.0, "statistics": "off"}),
         )
     ]
-    assert packed[0].remove_columns("group").to_dict() == packed[1].to_dict() == packed[2].to_dict()
+    assert packed[0].remove_columns("group").to_dict() == packed[1].to_dict() == packed[3].to_dict()
+    assert packed[2].to_dict() == packed[0].to_dict()  # statistics are by group, too
     assert list(map(len, packed[0]["group"])) == list(map(len, packed[0]["seq_lengths"]))
 
 

@@ -69,7 +69,7 @@ def verdict(found: Inspection) -> str:
         return _cannot_tell(found)
     if mixed := _mixed(found):
         cancelling = [layer for layer in mixed if layer.cancelled_energy.above]
-        more = ""
+        more = ", though the groups' gradients cancel no more than by chance"
         if cancelling:
             where = "there" if cancelling == mixed else f"in {_listed(cancelling)}"
             more = f", and {where} the groups' gradients cancel more than by chance"

@@ -17,7 +17,7 @@ from gar.observation import SiteObservation
 
 THREE_WAYS = (
     'modules_to_save=["gate"], target_parameters=["mlp.gate.weight"] or target_modules=["gate"] in the '
-    "LoraConfig (or `router`, where your model calls it so)"
+    "LoraConfig (or `router`, where your model calls it so; for GPT-OSS the first two)"
 )
 
 
@@ -116,20 +116,20 @@ def refuse_unequal_counts(counts: Sequence[int]) -> None:
         )
 
 
-#: Trainers of TRL that put several texts of an example, or none of the data set's, into a batch.
-OTHERS = (
-    "CPOTrainer", "DPOTrainer", "GRPOTrainer", "ORPOTrainer", "OnlineDPOTrainer", "RLOOTrainer",
-    "RewardTrainer",
-)  # fmt: skip
+#: Trainers of TRL that train on the data set's examples, one text each; others put several texts of an
+#: example into a batch, or texts that they generate.
+OURS = ("SFTTrainer", "KTOTrainer", "_BaseTrainer", "BaseTrainer")
 
 
 def refuse_trainer(kind: type) -> None:
     """Whose batches are not the data set's examples, one text each."""
     for base in kind.__mro__:
-        if base.__name__ in OTHERS and base.__module__.startswith("trl."):
+        named = base.__name__.endswith("Trainer") and base.__name__ not in OURS
+        if named and base.__module__.startswith("trl."):
             raise UserError(
                 f"{base.__name__}: its batches are not one text for each example of the data set; GARMixin "
-                "supports Trainer and TRL's SFTTrainer (and KTOTrainer)"
+                "supports Trainer and TRL's SFTTrainer and KTOTrainer (coefficient=0 and statistics='off' "
+                "leave any trainer as it is)"
             )
 
 

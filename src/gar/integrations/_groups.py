@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class GroupCollator:
         if not any(there):
             return self.collate(list(examples))
         batch = self.collate([{k: v for k, v in e.items() if k != self.column} for e in mappings])
+        if not isinstance(batch, MutableMapping):
+            raise UserError(
+                f"the data collator returns {type(batch).__name__}, which cannot hold the groups; expected a "
+                "dictionary of tensors"
+            )
         labels: list[Any] = [example.get(self.column) for example in mappings]
         packed = [isinstance(label, list | tuple) for label in labels]
         flat = [label for own, many in zip(labels, packed, strict=True) for label in (own if many else [own])]

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import transformers
 from accelerate.utils import gather_object
+from datasets import Dataset
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from gar.distributed import Layout, Ranks, global_gram, sum_tensors
 from gar.errors import UserError, one_of
@@ -306,6 +308,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if self.gar.aligns:
             refuse_column(self.gar.group_column, given.get("train_dataset"))
         self._update: _Update | None = None
+        #: Whether the last micro-batch's loss is a mean over its items, though Trainer told their number.
+        self._is_mean = False
         self._chosen: list[int] = []
         self._routers: dict[str, nn.Module] = {}
         self._ratio: float | None = None
@@ -357,9 +361,15 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         prepare = super()._prepare_dataset
         given = inspect.signature(prepare).bind(*args, **keywords)
         values = given.arguments
-        if not (self.gar.aligns and values.get("packing") and values.get("dataset_name") == "train"):
+        if not (values.get("packing") and values.get("dataset_name") == "train"):
             return prepare(*args, **keywords)
-        values["packing"], options = False, values["args"]
+        options, dataset = values["args"], values.get("dataset")
+        # Statistics take groups where there are some.
+        there = isinstance(dataset, Dataset) and self.gar.group_column in dataset.column_names
+        wanted = self.gar.observes and there and options.packing_strategy == "bfd"
+        if not (self.gar.aligns or wanted):
+            return prepare(*args, **keywords)
+        values["packing"] = False
         # Texts are cut to max_length, as packing itself does it.
         tokens = prepare(*given.args, **given.kwargs)
         return pack(tokens, options.max_length, self.gar.group_column, options.packing_strategy)
@@ -449,8 +459,9 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         """What a micro-batch's loss multiplies one of its ``items`` losses with; undone in group gradients.
 
         For losses as ``Trainer.compute_loss`` and ``SFTTrainer`` make them: a sum over
-        ``num_items_in_batch``, else a mean, divided by the accumulation steps. Override it together with a
-        ``compute_loss`` that weighs otherwise.
+        ``num_items_in_batch``, else a mean, divided by the accumulation steps; or a mean that is not divided,
+        of models that take the number and do not use it. Override it together with a ``compute_loss`` that
+        weighs otherwise.
         """
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if scaled is None:
@@ -458,6 +469,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             scaled = counted or self.compute_loss_func is not None
         if num_items_in_batch is None or not scaled:
             return 1 / max(1, items) / (1 if scaled else self.current_gradient_accumulation_steps)
+        if self._is_mean:
+            return self._loss_scale() / max(1, items)
         return self._loss_scale() / num_items_in_batch
 
     def _loss_scale(self) -> int:
@@ -490,13 +503,38 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         if update is None or update.over:  # called by hand
             update = self._update = self._begin([inputs])
         inputs.pop(options.group_column, None)
-        with observe(self.model, gradients=options.aligns) as observed:
+        with self._watching_loss(), observe(self.model, gradients=options.aligns) as observed:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._collect(update, observed, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._finish(update)
             self._update = None
         return loss
+
+    @contextmanager
+    def _watching_loss(self) -> Iterator[None]:
+        """See whether a model that takes ``num_items_in_batch`` tells its loss: heads of classes do not."""
+        self._is_mean, told = False, []
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not isinstance(model, PreTrainedModel):
+            yield
+            return
+        own, function = vars(model).get("_loss_function"), model.loss_function
+
+        def watched(*args: Any, **keywords: Any) -> Any:
+            told.append(keywords.get("num_items_in_batch") is not None)
+            return function(*args, **keywords)
+
+        model.loss_function = watched
+        try:
+            yield
+        finally:
+            if own is None:
+                del model._loss_function
+            else:
+                model.loss_function = own
+        self._is_mean = bool(told) and not any(told) and self.compute_loss_func is None
 
     def _scale(self) -> float:
         """What an fp16 gradient scaler multiplies losses with."""
