@@ -517,10 +517,12 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         self._is_mean, told = False, []
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not isinstance(model, PreTrainedModel):
+        own = vars(model).get("_loss_function")
+        # Where a model names no loss, transformers warns as soon as it is asked for.
+        if not isinstance(model, PreTrainedModel) or (own is None and model.loss_type is None):
             yield
             return
-        own, function = vars(model).get("_loss_function"), model.loss_function
+        function = model.loss_function
 
         def watched(*args: Any, **keywords: Any) -> Any:
             told.append(keywords.get("num_items_in_batch") is not None)

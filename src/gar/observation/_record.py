@@ -42,7 +42,7 @@ def before_backward(output: Tensor, do: Callable[[Tensor], None]) -> None:
     if node is None:  # a leaf has no operation
         output.register_hook(do)
         return
-    node.register_prehook(lambda grads: None if grads[number] is None else do(grads[number].view(shape)))
+    node.register_prehook(lambda grads: None if grads[number] is None else do(grads[number].reshape(shape)))
 
 
 def version_of(x: Tensor) -> int:
