@@ -163,6 +163,13 @@ class Keywords(TinyBlock):
         return out
 
 
+class AllKeywords(TinyBlock):
+    def mix(self, x: Tensor) -> Tensor:
+        _, weights, index = self.gate(x)
+        out: Tensor = self.experts(top_k_weights=weights, top_k_index=index, hidden_states=x)
+        return out
+
+
 class Rows(TinyBlock):
     """Calls experts and router with [B, L, H]."""
 
@@ -170,9 +177,17 @@ class Rows(TinyBlock):
         return self.mix(x)
 
 
+@pytest.mark.parametrize("named", [True, False])
 @both
-def test_keywords_may_stand_in_any_order(implementation: str) -> None:
-    model = TinyNative(implementation, Keywords)
+def test_keywords_may_stand_in_any_order(implementation: str, named: bool) -> None:
+    """Also those of transformers, for a forward that names none."""
+    model = TinyNative(implementation, AllKeywords if not named else Keywords)
+    for layer in [] if named else model.layers:
+
+        def unnamed(*args: Any, own: Any = layer.experts.forward, **keywords: Any) -> Any:
+            return own(*args, **keywords)
+
+        layer.experts.forward = unnamed
     seen, slow = observed(model), separate(model, group_losses(model(inputs())))
     assert_rows(model, seen, slow)
 

@@ -19,6 +19,7 @@ import gar
 from gar.integrations import GARArguments
 from gar.integrations._checks import refuse_setting
 from gar.integrations._groups import GroupCollator, Groups, automatic_size, label_id
+from gar.observation._native import NativeSiteObservation
 from support.tiny import relative_error
 from support.tiny_moe import tiny_moe
 from support.tiny_training import (
@@ -178,7 +179,7 @@ def test_heads_of_classes_weigh_their_micro_batches_alike(kind: str, tmp_path: P
         assert "_loss_function" not in vars(trainer.model)
     assert found[8, 1] > 0
     for coherence in found.values():
-        assert coherence == pytest.approx(found[8, 1], rel=1e-3)
+        assert coherence == pytest.approx(found[8, 1], rel=1e-5)
 
 
 def state(trainer: Any) -> Gradients:
@@ -410,6 +411,28 @@ def test_statistics_are_those_of_the_selections(tmp_path: Path) -> None:
         assert log[f"moe/layer_{n}/dead_experts"] == (load < 0.0025).sum()
     assert log["moe/nmi"] == pytest.approx((log["moe/layer_0/nmi"] + log["moe/layer_1/nmi"]) / 2)
     assert 0 < log["gar/coherence"] <= 1
+
+
+def test_a_router_that_draws_is_refused_at_its_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones do not wait for the device to see it once more."""
+    model = olmoe()
+    gate = model.model.layers[1].mlp.gate
+    gate.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
+    with pytest.raises(gar.UserError, match="router called again gives other gates than the model used"):
+        make(tmp_path, model).train()
+    compare, asked = NativeSiteObservation._refuse_other_gates, []
+    trainer = make(tmp_path, sizes={"rows": 4, "steps": 2})
+
+    def counted(site: NativeSiteObservation, *pairs: Tensor) -> None:
+        asked.append(trainer.state.global_step)
+        compare(site, *pairs)
+
+    monkeypatch.setattr(NativeSiteObservation, "_refuse_other_gates", counted)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert asked == [0] * 4  # two layers, two micro-batches
 
 
 def test_statistics_can_be_off(tmp_path: Path) -> None:

@@ -310,6 +310,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
         self._update: _Update | None = None
         #: Whether the last micro-batch's loss is a mean over its items, though Trainer told their number.
         self._is_mean = False
+        #: Whether routers gave in an update, called again, what the model had used: they do or they do not.
+        self._compared = False
         self._chosen: list[int] = []
         self._routers: dict[str, nn.Module] = {}
         self._ratio: float | None = None
@@ -638,6 +640,7 @@ class GARMixin(_Trainer):  # type: ignore[misc]
             losses.append(loss.detach())
             if inner or terms:
                 losses[-1] = losses[-1] + self._add_gradients(update, place, inner, terms, found)
+        self._compared = True
         sum_tensors(list(found.values()), ranks)
         for parameter, grad in found.items():
             own = placed(grad, parameter)
@@ -721,7 +724,8 @@ class GARMixin(_Trainer):  # type: ignore[misc]
                     grad = own[name] if Ranks().rank == 0 else torch.zeros_like(own[name])
                     found[parameter] = found[parameter] + grad if parameter in found else grad
         for sites, split, members in zip(update.passes, update.splits, update.members, strict=True):
-            routing = by_text(sites[place].detached_routing(whole), split)
+            routing = sites[place].detached_routing(whole, compare=not self._compared)
+            routing = by_text(routing, split)
             sums = list(self._sums(routing, members, update.groups.count)) if inner else []
             sums += layer.sums(routing) if layer is not None else []
             pairs = zip(sums, (*inner, *outer), strict=True)

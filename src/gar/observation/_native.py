@@ -449,16 +449,21 @@ class NativeSiteObservation(SiteObservation):
     def router(self) -> nn.Module:
         return self._seen.router
 
-    def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
+    def detached_routing(
+        self, parameters: Mapping[str, Tensor] | None = None, *, compare: bool = True
+    ) -> Routing:
         """The same from the router called again on its DETACHED input: differentiable in the router only.
 
-        :class:`gar.UserError` where it does not give the gates that the model used: it draws in training, or
-        its weights, its input or its own state are others by now. Its buffers stay as they are.
+        :class:`gar.UserError` where it does not give the gates that the model used (unless ``parameters`` are
+        given, or ``compare`` is off): it draws in training, or its weights, its input or its own state are
+        others by now. Its buffers stay as they are.
         """
         self._seen.require_forward()
-        return self._routing_again(self._mask(), parameters)
+        return self._routing_again(self._mask(), parameters, compare)
 
-    def _routing_again(self, mask: Tensor | None, parameters: Mapping[str, Tensor] | None = None) -> Routing:
+    def _routing_again(
+        self, mask: Tensor | None, parameters: Mapping[str, Tensor] | None = None, compare: bool = True
+    ) -> Routing:
         seen = self._seen
         seen.require_unchanged(routing_only=True)
         if seen.routed is None or seen.routed.places is None:
@@ -494,7 +499,7 @@ class NativeSiteObservation(SiteObservation):
                 inner._buffers[name] = buffer
                 if version_of(buffer) != count:
                     buffer.detach().copy_(before)
-        if parameters is None:
+        if compare and parameters is None:
             self._refuse_other_gates(result[places[0]], result[places[1]])
         logits = None if places[2] is None else seen.routed.logits(result)
         return self._routing(result[places[0]], result[places[1]], logits, mask)

@@ -63,7 +63,8 @@ class Layer:
     def arguments(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Tensor]:
         """Input [..., H], index and weights [..., k] of a call; their names differ between the families."""
         given = dict(zip(self.names, args, strict=False)) | dict(keywords)
-        order = next((names for names in (self.names, NAMES) if given.keys() >= set(names[:3])), tuple(given))
+        known = (names for names in (self.names, NAMES) if names and given.keys() >= set(names))
+        order = next(known, tuple(given))
         found = [given[name] for name in order[:3]] if keywords else list(args[:3])
         kinds = [isinstance(t, Tensor) and t.dim() > 1 and t.is_floating_point() for t in found]
         if (

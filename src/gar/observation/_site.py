@@ -63,10 +63,13 @@ class SiteObservation:
         router: nn.Module = self.bank.router
         return router
 
-    def detached_routing(self, parameters: Mapping[str, Tensor] | None = None) -> Routing:
+    def detached_routing(
+        self, parameters: Mapping[str, Tensor] | None = None, *, compare: bool = True
+    ) -> Routing:
         """The routing recomputed from DETACHED routing inputs: differentiable in router parameters only.
 
-        ``parameters`` stand for the router's own of these names, and are then what has the gradient.
+        ``parameters`` stand for the router's own of these names, and are then what has the gradient. Where a
+        model's own code chose the gates, ``compare`` them with these, which waits for the device.
         """
         x, seen = self._record.require_forward()
         if self._record.behind is not None and parameters is None:
